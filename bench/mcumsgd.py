@@ -20,7 +20,7 @@ a late check of the matrix still running, as in a fit; epochs wait for it. It is
 two of the slowest rank: ratings to the GPUs with their check and transposition, cuts of its share, and its kernels.
 One more epoch shows where the time goes: milliseconds of the passes over items and users
 on the GPU (the mean of the ranks), of all that lies between them there (waits and exchanges), of the updates of popular
-items (the sum of the ranks, which are beside the others), and how long the slowest rank takes in Python until all is
+items (the mean of the ranks, which are beside the others), and how long the slowest rank takes in Python until all is
 launched.
 """
 
@@ -182,7 +182,7 @@ def passes_of_an_epoch(solver: Any) -> dict[str, float]:
     marks: list[list[Mark]] = [[] for _ in ranks]
     for own, rank in zip(marks, ranks, strict=True):
         for block, msgd in enumerate(rank.kernels.schedules):
-            is_popular = 1 < len(ranks) == block
+            is_popular = 1 < len(ranks) < block
             msgd.launch_pass = _marked(msgd.device, msgd.launch_pass, own, cupy.cuda, is_popular)
     if isinstance(solver, MultiSGD):
         solver._recording = None
@@ -191,9 +191,8 @@ def passes_of_an_epoch(solver: Any) -> dict[str, float]:
     epochs(solver, 1)
     found: dict[str, float] = {"launch": max(own[-1].launched[-1] for own in marks) - started}
     found["launch"] *= 1e3
-    for side in ("item", "user"):
+    for side in ("item", "user", "popular"):
         found[side] = statistics.mean(sum(mark.milliseconds() for mark in own if mark.side == side) for own in marks)
-    found["popular"] = sum(mark.milliseconds() for own in marks for mark in own if mark.side == "popular")
     marks = [[mark for mark in own if mark.side != "popular"] for own in marks]
     spans = [own[-1].milliseconds(since=own[0]) for own in marks]
     return found | {"between": statistics.mean(spans) - found["item"] - found["user"]}

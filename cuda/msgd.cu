@@ -49,8 +49,8 @@
 // (5 and 10). Before, 56, 58, 56 and 125, with a helper on the walking warp's scheduler and 1,080 instead of 690 instructions per
 // chunk in a helper. The walking warp alone takes 39; more helpers do not help, since its reads of shared memory wait for theirs.
 // Chunks of 32 took 1.5 to 3 times as long and were removed.
-//   walking warp   285 instructions per chunk: 140 for update and products, during which the next rows arrive (they stay in
-//                  registers from the products to the update if they fit; else they are read twice); 120 for sums over
+//   walking warp   285 instructions per chunk; in cycles, 140 for update and products, during which the next rows arrive (they
+//                  stay in registers from the products to the update if they fit; else they are read twice); 120 for sums over
 //                  lanes, through shared memory, which takes 25 instructions instead of 62 by shuffles; 80 each for T s
 //                  and for broadcasting s and e to all lanes, which by shuffles takes longer. Their latencies alone would be 450
 //                  cycles, 28 per entry.
@@ -263,8 +263,9 @@ struct alignas(32) Slot {  // a chunk in shared memory; copies of rows keep the 
     Gate prepared, walked;                // opened once for each chunk in this slot
 };
 
-// The warps of a block. The multiprocessor has four schedulers, and each has every fourth warp. The walking warp is alone on its
-// own, so that none of its instructions waits for those of helpers: the other warps there end at once.
+// The warps of a block. The multiprocessor has four schedulers, and each has every fourth warp. No helper is on that of the walking
+// warp, whose instructions would wait for its own: the other warps of the block there end at once. Warps of other blocks, if the
+// multiprocessor has any, may be there.
 constexpr int SCHEDULERS = 4, WALKING = SCHEDULERS - 1;
 constexpr int BLOCK_WARPS = HELPERS < SCHEDULERS ? SCHEDULERS : HELPERS + (HELPERS - 1) / WALKING;
 
@@ -326,8 +327,8 @@ template <int COUNT> __device__ __forceinline__ real dot_product(const real (&a)
 
 // ------------------------------------------------------------------ helpers: M and its inverse
 
-// Computes M_jl, given u_j.u_l. Of elements above the diagonal, which nobody reads, anything may be computed. Elements past the
-// end are zero, like the errors: products with rows past the end are.
+// Computes M_jl, given u_j.u_l. Elements above the diagonal are not read, so they may hold anything. Elements past the end are
+// zero, like the errors: products with rows past the end are.
 struct Coupling {
     // What an element has besides the product.
     struct Weight {

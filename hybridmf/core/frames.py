@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
 
-from .system import needed
+from .system import ctrl_c_later, needed
 from .validate import check_choice
 
 KINDS = ("pandas", "polars", "pyarrow")  # libraries of returned frames; by default, the first one that is installed
@@ -32,9 +33,10 @@ def check_kind(name: str, value: Any, *usual: str | None) -> str:
 
 
 def import_before_arrow() -> None:
-    """Import pandas, if it is installed: arrays of pyarrow do so at first use, and lose a Ctrl-C in the meantime."""
-    with contextlib.suppress(ImportError):
-        import pandas  # noqa: F401
+    """Import pandas and pyarrow, if they are installed, without losing a Ctrl-C; pyarrow's arrays import pandas."""
+    for module in ("pandas", "pyarrow.csv"):
+        with contextlib.suppress(ImportError), ctrl_c_later():
+            import_module(module)
 
 
 def pandas_frame(rows: list[dict[str, Any]], otherwise: str) -> Any:

@@ -5,14 +5,35 @@ from __future__ import annotations
 import math
 import os
 import re
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
+
+
+@contextmanager
+def ctrl_c_later() -> Iterator[None]:
+    """Hold back Ctrl-C until the end: compiled modules that it interrupts while they load may raise an ImportError."""
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) is None:
+        yield
+        return
+    held: list[int] = []
+    handler = signal.signal(signal.SIGINT, lambda number, frame: held.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        if held:
+            signal.raise_signal(signal.SIGINT)
 
 
 def needed(module: str, what: str, install: str) -> Any:
     """A module of an optional package; the ImportError says what needs it and what to install."""
     try:
-        return import_module(module)
+        with ctrl_c_later():
+            return import_module(module)
     except ImportError as error:
         raise ImportError(f"{what}: pip install {install}") from error
 

@@ -278,10 +278,10 @@ class BlockedConfig(KernelConfig):
             )
         if self.chunk not in (4, 8, 16) or not 1 <= self.helpers <= 24:
             raise ValueError(f"chunk must be 4, 8 or 16 and helpers 1 to 24, got {self.chunk} and {self.helpers}")
-        if self.slots < self.helpers + 3:
+        if self.slots < self.helpers + 2:
             raise ValueError(
-                f"slots must be at least helpers + 3, or all would wait for each other; got {self.slots} for "
-                f"{self.helpers} helpers"
+                f"slots must be at least helpers + 2: each warp waits for its next chunk before it frees one; got "
+                f"{self.slots} for {self.helpers} helpers"
             )
 
     @classmethod
@@ -410,6 +410,7 @@ class Msgd:
         time of a step, so long rows take the configuration with the lowest latency.
     `bins`: thread blocks for long rows, of the number that the device runs at a time. Default: all.
     `alone`: see `MsgdKernels.blocked`.
+    `sides`: those that passes update; only what these need stays on the device.
     `read`: that of the ratings (default), or float16: each pass reads a copy of the fixed side in float16, and "mixed"
         is the only ordering.
     """
@@ -417,9 +418,10 @@ class Msgd:
     def __init__(
         self, device: Device, matrices: GridBlock, ordering: str, factors: int, long_row: int | None,
         beside: bool = True, ranks: int = 1, read: np.dtype | None = None,
-        bins: Callable[[int], int] = int, alone: bool = False,
+        bins: Callable[[int], int] = int, alone: bool = False, sides: Sequence[Side] = SIDES,
     ) -> None:  # fmt: skip
-        self.device, self.layouts, self.beside, self.alone = device, LAYOUTS[ordering], beside, alone
+        self.device, self.beside, self.alone = device, beside, alone
+        self.layouts = {side: LAYOUTS[ordering][side] for side in sides}
         self.stored = matrices["user"].dtype
         self.read = self.stored if read is None else read
         spec, sizes = device.spec, (stored_width(factors, self.read), self.stored.itemsize)
@@ -692,19 +694,19 @@ bytes. `walks`: entries by side.
 def long_row_of(ranks: int) -> int:
     """Default number of entries, in a block of ratings, from which a row gets a separate thread block.
 
-    In a block of ratings the longest row has about 1 / ranks of its entries, so the threshold falls with the ranks. On
-    several, which wait for their longest rows, it is lower: on two H200s (Netflix's shape, f = 128) an epoch takes 8.84
-    ms with long rows from 12,288 entries and 8.96 with 16,384; on four, 6,144 and 8,192 differ by less than two runs.
+    On several, a step has 1 / ranks of a row's entries and 1 / ranks^2 of all, and takes as long as its longest short
+    row. On H200s (Netflix's shape, f = 128) an epoch of two takes 7.8 ms with long rows from 12,288 entries, 8.0 with
+    8,192 and 8.2 with 16,384; on four, 3,072 and 4,096 differ by less than two runs.
     """
-    return max(min(SHORTEST_LONG_ROW, LONG_ROW), (LONG_ROW if ranks == 1 else LONG_ROW * 3 // 4) // ranks)
+    return max(min(SHORTEST_LONG_ROW, LONG_ROW), LONG_ROW if ranks == 1 else LONG_ROW * 3 // 2 // ranks**2)
 
 
 class GpuEpochs:
     """SGD on a GPU, as `hybridmf.plan.epochs.EpochKernels`; working copies are `FactorRows`.
 
-    `blocks`: one; a rank has one for each range of items, then possibly that of the popular items, whose items it
-        updates aside (`hybridmf.device.cuda.CudaDevice.aside`), in thread blocks that the other passes leave free. A
-        block without the users' side is transposed.
+    `blocks`: one; a rank has one for each range of items. Those of popular items may follow: of all of them, for the
+        users, then of those of each range, whose items it updates aside (`hybridmf.device.cuda.CudaDevice.aside`), in
+        thread blocks that the other passes leave free. A block without the users' side is transposed.
     `long_row`: entries of a row, in a block of ratings, from which a centralized pass gives it a thread block. Default:
     `long_row_of` with the ordering "mixed", otherwise none.
     `beside`: see `Msgd`.
@@ -722,10 +724,12 @@ class GpuEpochs:
         self.long_row = long_row_of(self.ranks) if long_row is None and mixed else long_row
         self.passes = passes_of(self.method)
         blocks = [block if "user" in block else self._with_users(block["item"]) for block in blocks]
-        walks = int(np.count_nonzero(np.diff(blocks[-1]["item"].indptr))) if len(blocks) > self.ranks else 0
+        walks = max((np.count_nonzero(np.diff(block["item"].indptr)) for block in blocks[self.ranks + 1 :]), default=0)
+        sides: list[Sequence[Side]] = [SIDES for _ in range(self.ranks)]
+        sides += [("user",), *(("item",) for _ in range(self.ranks))]
         self.schedules = [
-            self._schedule(block, walks, number == self.ranks) if block["user"].nnz else None
-            for number, block in enumerate(blocks)
+            self._schedule(block, int(walks), moved) if block["user"].nnz else None
+            for block, moved in zip(blocks, sides, strict=False)
         ]
         working = next((schedule for schedule in self.schedules if schedule is not None), None)
         self._form = (self.dtype, self.dtype) if working is None else (working.stored, working.read)
@@ -735,6 +739,7 @@ class GpuEpochs:
             for block, schedule in enumerate(self.schedules)
             if schedule is not None
             for side in self.passes
+            if not isinstance(schedule, Msgd) or side in schedule.layouts
         }
         ends = np.cumsum(list(sizes.values()), dtype=np.int64).tolist()
         self._sums = device.zeros(ends[-1] if ends else 0, np.float64)
@@ -758,15 +763,15 @@ class GpuEpochs:
         held = DeviceMatrix.of(self.device, items)
         return {"user": held.transposed(self.device), "item": held}
 
-    def _schedule(self, block: GridBlock, walks: int, is_popular: bool) -> Schedule:
-        """`walks`: popular items; each has a thread block, up to half of all: the longest decides their time.
+    def _schedule(self, block: GridBlock, walks: int, sides: Sequence[Side]) -> Schedule:
+        """`walks`: popular items of a range; each has a thread block, up to half of all: the longest decides the time.
 
-        A walk beside the blocks of other rows takes longer: on four H200s (Netflix's shape, f = 128) an epoch took 7.6
-        ms, and 7.1 with multiprocessors for popular items alone. For all long rows, of which other rows use what these
-        leave, that gains nothing on four and makes epochs longer on two (10.6 ms instead of 8.9).
+        A walk beside the blocks of other rows takes longer, so each has a multiprocessor to itself. `sides`: those that
+        passes over the block update; where these are the items alone, they are popular ones.
         """
         if self.method.schedule != "msgd":
             return BatchHogwild(self.device, block, self.plan, self.method)
+        is_popular = "user" not in sides
 
         def bins(most: int) -> int:
             kept = min(walks, most // 2)
@@ -774,7 +779,8 @@ class GpuEpochs:
 
         read = np.dtype(np.float16) if self.plan.precision == "float16" else None
         sizes = (self.method.ordering, self.plan.factors, self.long_row)
-        return Msgd(self.device, block, *sizes, self.beside and not is_popular, self.ranks, read, bins, is_popular)
+        beside = self.beside and not is_popular
+        return Msgd(self.device, block, *sizes, beside, self.ranks, read, bins, is_popular, sides)
 
     def active(self) -> AbstractContextManager[None]:
         return self.device.active()
@@ -851,8 +857,7 @@ class GpuEpochs:
         """See `EpochKernels`; launches without waiting."""
         schedule = self.schedules[block]
         if schedule is not None:
-            aside = block == self.ranks and side == "item"
-            with self.device.aside() if aside else nullcontext():
+            with self.device.aside() if block > self.ranks else nullcontext():
                 schedule.launch_pass(side, work, terms, self._sums_of[block, side])
             between()
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from .._version import __version__
 from ..core.cache import cache_dir
+from ..core.system import ctrl_c_later
 from ..device import ready
 from ..errors import DeviceError
 from . import cost as _cost
@@ -65,7 +66,8 @@ def find_gpu(device: str) -> tuple[DeviceSpec | None, str]:
     from ..device.cuda import open_device
 
     try:
-        spec = open_device("cuda" if device == "auto" else device).spec
+        with ctrl_c_later():
+            spec = open_device("cuda" if device == "auto" else device).spec
     except DeviceError as error:
         if device != "auto":
             raise DeviceError(f'device="{device}" cannot be served: {error}. Use device="auto" or "cpu"') from error

@@ -15,10 +15,10 @@ items that the same users have updated last, and an item with many entries keeps
 of users learn separate factors, and the loss falls less per epoch.
 
 Popular items. The updates of an item are sequential, so a step takes at least as long as its longest item. With
-"passes", items that take longer than the rest of a step do not rotate (`popular_items`). Rank 0 updates them from its
-users' ratings and hands them to rank 1, and so on; the last rank hands them to all. That takes as long as one walk over
-the longest item, but beside the steps of the other items and of the users. Users process popular items last. If no item
-is popular, all items rotate.
+"passes", items that take longer than the rest of a step rotate at a pace of their own (`popular_items`), in p ranges of
+equally many: in leg l rank q updates range ``(q - l) mod p`` from its users' ratings and hands it to rank q + 1. After
+p legs all ranks receive all of them, and users process them last. That takes as long as one walk over the longest item,
+but beside the steps of the other items and of the users.
 
 No two ranks hold the same row at a time, so factors depend only on the order and the number of ranks. A rank runs on
 the CPU or on a GPU, over any communicator (`hybridmf.ranks.transport.communicator`).
@@ -41,11 +41,14 @@ passes, before the host has waited for it.
 
 The stream `aside` of a GPU updates popular items; it starts after their copies at the start of the epoch and ends
 before the last step, which alone reads the popular items on the main stream. In between, the two streams share only the
-ratings and the users before the epoch, which neither writes: the main stream updates copies of the users. Rank q + 1
-copies the items of rank q, aside, after the update of rank q, which writes them no more until all ranks copy those of
-the last rank in the same way. Over a communicator, a rank updates popular items in step q, before any of its users, and
-all ranks receive them. CUDA may run copies between the same two GPUs in turn, although their streams do not depend on
-each other. So those that wait for a walk are launched after those of other items that would wait behind them.
+ratings and the users before the epoch, which neither writes: the main stream updates copies of the users. A rank has
+memory for all popular items; in each leg its stream writes those of one range, which no other rank writes. Rank q + 1
+copies them, aside, after an event behind the walk of rank q, which writes them again only when it copies, after its own
+last leg, those that other ranks hold then: after an event behind the last walk over that range, hence behind all copies
+of the legs before. It reads nothing else of other ranks. Over a communicator, leg l is in step l, before any of a
+rank's users, and all ranks receive all popular items after each.
+CUDA may run copies between the same two GPUs in turn, although their streams do not depend on each other. So popular
+items go to the other neighbour than the rest, and leg l, which takes longer than a step, is launched in step 2 l.
 
 Set-up on GPUs of one process. All GPUs at once upload the rows of their users, check and transpose them (`dealt`), and
 then cut their blocks (`cut_dealt`). Launches of all threads are on the null stream of a GPU, hence in the order of the
@@ -91,17 +94,13 @@ from .group import JoinedFactors, RankGroup
 from .transport.communicator import Array, Communicator, check_agreement
 from .transport.peers import PeerCopies
 
-WALK = 116
-"""Entries that the rest of a pass processes on a rank in the time of one entry of a walk. See `popular_items`."""
+WALK = 230
+"""Entries that the rest of a pass processes on a rank in the time of one entry of a walk. See `popular_items`. Chosen
+on H200s, Netflix's shape: one of four ranks by itself takes 4.7 ms at f = 128 with 76 popular items, 4.9 to 5.0 with 44
+and 4.8 with 114; two take 7.6 ms without, 7.8 and 7.9 with 11 and 28, and at f = 64 6.2 without and 6.9 with 11."""
 
-FEW_RANKS = 3
-"""Ranks to add to their number in the rule for popular items: the fewer, the more the multiprocessors of popular items
-lack for other long rows. Chosen on H200s, Netflix's shape, with `WALK`: on four GPUs epochs take 5.7 ms at f = 128 with
-24 or 43 popular items, 5.5 with 59, 6.1 with 79; at f = 64 4.7 with 43 and 5.7 with 88. On two, 6.1 ms at f = 64 with 7
-of them, 6.5 with 43, 7.2 with 88."""
-
-MOST_WALKS = 64
-"""Maximum entries of popular items, relative to the longest: so many thread blocks update them, half of a GPU's."""
+MOST_WALKS = 32
+"""Maximum entries of popular items, relative to the longest, divided by the ranks."""
 
 MIN_POPULAR = LONG_ROW
 """Minimum entries of a popular item: on small problems another step takes longer than it saves."""
@@ -128,19 +127,20 @@ def popular_items(degrees: np.ndarray, size: int, plan: Plan) -> np.ndarray:
     if size == 1 or cast(SgdMethod, plan.method).order == "blocks":
         return order[:0]
     walks = degrees[order].astype(np.float64)
-    longer = walks > max(MIN_POPULAR, walks.sum() / ((size + FEW_RANKS) * WALK))
-    few = np.cumsum(walks) <= MOST_WALKS * walks[:1]
+    longer = walks > max(MIN_POPULAR, walks.sum() / (size * WALK))
+    few = np.cumsum(walks) <= MOST_WALKS * size * walks[:1]
     return np.sort(order[longer & few])
 
 
 def cut_share(
     user_items: sp.csr_array, layout: RankLayout, rank: int, popular: np.ndarray, num_threads: int
 ) -> list[GridBlock]:
-    """The ratings of a rank's users, one block for each range of items, and one of `popular` items if there are any."""
+    """The ratings of a rank's users: blocks of each range of items; of `popular` items, if any; of those by range."""
     whole, parts = transposed(rows_of(user_items, *layout.own("user", rank)), num_threads), []
     for indptr, spans in blocks_of(whole.indptr, layout, popular):
         indices, data = (np.concatenate([array[a:b] for a, b in spans]) for array in (whole.indices, whole.data))
         parts.append(csr_of(indptr, indices, data, whole.shape[1]))
+    parts += [rows_of(parts[-1], *ends) for ends in popular_ranges(popular, layout.size)]
     return [{"user": transposed(items, num_threads), "item": items} for items in parts]
 
 
@@ -161,7 +161,12 @@ def cut_dealt(
         shape, starts = (len(indptr) - 1, whole.shape[1]), device.upload(indptr)
         parts.append(DeviceMatrix(shape, indptr, starts, indices, data, whole.dtype))
     del whole  # before as much memory is needed
-    blocks: list[Any] = [{"user": items.transposed(device), "item": items} for items in parts]
+    items = parts[-1]
+    for first, last in popular_ranges(popular, layout.size):  # in the memory of all popular items
+        indptr, entries = items.indptr[first : last + 1] - items.indptr[first], slice(*items.indptr[[first, last]])
+        arrays = device.upload(indptr), items.indices[entries], items.data[entries]
+        parts.append(DeviceMatrix((last - first, items.shape[1]), indptr, *arrays, items.dtype))
+    blocks: list[Any] = [{"user": part.transposed(device), "item": part} for part in parts]
     width = stored_width(plan.factors, plan.dtype) * np.dtype(plan.dtype).itemsize
     for block, side in itertools.product(blocks, SIDES):
         part: Any = block[side]
@@ -170,6 +175,12 @@ def cut_dealt(
             indices = device.download(part.indices)
             block[side] = replace(part, host=csr_of(part.indptr, indices, indices.view(np.float32), part.shape[1]))
     return blocks
+
+
+def popular_ranges(popular: np.ndarray, size: int) -> list[tuple[int, int]]:
+    """Bounds of the ranges of popular items, each of which a rank walks at a time; none if there are no such items."""
+    ends = np.cumsum([0, *map(len, np.array_split(popular, size))]).tolist()
+    return list(itertools.pairwise(ends)) if len(popular) else []
 
 
 def blocks_of(indptr: np.ndarray, layout: RankLayout, popular: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
@@ -240,6 +251,7 @@ class RankSGD(EpochSolver):
         self._popular: Factors | None = None  # of the state
         self._next_popular: Factors | None = None
         self._moved: dict[Side, Any] = {}  # working copies for the updates of popular items
+        self._ranges = [slice(*ends) for ends in popular_ranges(self.popular, self.size)]  # of these
         self._packed: dict[str, Struct] = {}  # of one thread: users in launches, which are elsewhere in each epoch
         self._begun: Any = None  # of one thread: a mark before the passes of an epoch
         self._before: Any = None  # of one thread: the users before the epoch, if its passes over items read these
@@ -337,21 +349,23 @@ class RankSGD(EpochSolver):
     def _passes(self, work: dict[Side, Any]) -> Iterator[Step]:
         own, last = work["item"], self._last_step()
         popular = self._moved
-        handed: list[Callable[[], None]] = []
+        pace = 1  # steps from one leg to the next: all legs before the users move, of which there are no copies
         if self._peers is not None:
-            self._begun = self._peers.devices[self.rank].record()
-        if popular and self._peers is not None:
-            self._peers.fork(self.rank)
+            self._begun, pace = self._peers.devices[self.rank].record(), 2
+            if popular:
+                self._peers.fork(self.rank)
+        legs = range(0, pace * self.size if popular else 0, pace)
         for step in range(last + 1):
             block = (self.rank + step) % self.size
+            if step in legs:
+                yield from self._walk_popular(popular, legs.index(step))
+            if step == 0:
+                yield None  # until all ranks have launched these walks, on which the rest waits last
             if step < self.size:
-                if popular and step == self.rank:
-                    yield self.size, "item", popular
                 yield block, "item", work if self._before is None else {"user": self._before, "item": work["item"]}
             arrives = None
             if step < last:
                 arrives = self._send(work["item"], (block + 1) % self.size)
-                handed.append(self._hand_on(popular, step))
                 yield None  # until all ranks have sent
             if step in self._user_steps():
                 yield block, "user", work
@@ -359,13 +373,13 @@ class RankSGD(EpochSolver):
                 work["item"] = self.kernels.arrived(own, arrives())
                 if step + 1 == self.size:  # this rank's own items have returned, updated by all ranks
                     own = work["item"]
-            # copies between two GPUs run in turn: those of items come before ones that wait for a walk
-            while handed and (step + 1 < self.size or step == last):
-                handed.pop()()
         work["item"] = own
         if popular:
             if self._peers is not None:
-                yield None  # until all ranks have received the popular items
+                yield None  # until all ranks have launched the last leg
+                for other in range(self.size):
+                    if other != self.rank:
+                        self._take_popular(popular, other, self.size - 1)
                 self._peers.join(self.rank)
             yield self.size, "user", {"user": work["user"], "item": popular["item"]}
 
@@ -382,19 +396,28 @@ class RankSGD(EpochSolver):
             self._places = kernels.places(places)
             self._popular = kernels.hold(replace(host, squares=squares))
 
-    def _hand_on(self, popular: dict[Side, Any], step: int) -> Callable[[], None]:
-        """Start to copy popular items, updated by rank `step`, to the next rank, from the last one to all."""
-        if not popular or step >= self.size:
-            return lambda: None
-        arrays, is_last = self.kernels.arrays(popular["item"]), step == self.size - 1
-        if self._peers is None:
-            counts = [len(self.popular) if rank == step else 0 for rank in range(self.size)]
-            given = [array[: counts[self.rank]] for array in arrays]
-            received = [self.communicator.allgatherv(array, counts) for array in given]
-            popular["item"] = self.kernels.arrived(popular["item"], received)
-        elif is_last or self.rank in (step, step + 1):
-            return self._peers.start_handing_on(self.rank, step, arrays)
-        return lambda: None
+    def _walk_popular(self, popular: dict[Side, Any], leg: int) -> Iterator[Step]:
+        """A leg of an epoch: update the popular items of a range, and hand them on."""
+        if self._peers is not None and leg:
+            self._take_popular(popular, (self.rank - 1) % self.size, leg - 1)
+        part = self.kernels.arrived(popular["item"], self._popular_at(popular, self.rank, leg))
+        yield self.size + 1 + (self.rank - leg) % self.size, "item", {"user": popular["user"], "item": part}
+        if self._peers is not None:
+            self._peers.hand(self.rank, self.kernels.arrays(part))
+            return
+        given = [self._ranges[(rank - leg) % self.size] for rank in range(self.size)]
+        counts = [rows.stop - rows.start for rows in given]
+        received = [self.communicator.allgatherv(array, counts) for array in self.kernels.arrays(part)]
+        arrays = [np.roll(array, given[0].start, axis=0) for array in received]  # which begin with those of rank 0
+        popular["item"] = self.kernels.arrived(popular["item"], arrays)
+
+    def _take_popular(self, popular: dict[Side, Any], other: int, leg: int) -> None:
+        """Copy the popular items that another rank has updated in a leg."""
+        cast(PeerCopies, self._peers).take(self.rank, other, leg, self._popular_at(popular, other, leg))
+
+    def _popular_at(self, popular: dict[Side, Any], rank: int, leg: int) -> list[Array]:
+        """Arrays here of the popular items that a rank updates in a leg."""
+        return [array[self._ranges[(rank - leg) % self.size]] for array in self.kernels.arrays(popular["item"])]
 
     # ------------------------------------------------------------------------------------------------ steps
 
@@ -523,15 +546,19 @@ class MultiSGD(Unconnected):
             rank.renew(works[-1])
             launches.append(rank.launch_passes(works[-1]))
             with recording.made():
-                next(launches[-1], None)
+                next(launches[-1])
             recording.pause()
 
+        def next_step() -> list[bool | None]:
+            with recording.made():
+                return self._each(lambda rank: next(launches[rank.rank], False))
+
         self._each(first_step)
+        next_step()
+        recording.pause()
         self._each(lambda rank: rank.copy_users(works[rank.rank]))
-        with recording.made():
-            # all ranks have equally many steps
-            while None in self._each(lambda rank: next(launches[rank.rank], False)):
-                pass
+        while None in next_step():  # all ranks have equally many steps
+            pass
         if all(cast(GpuEpochs, rank.kernels).is_repeatable for rank in self.ranks):
             self._recording = recording
         return works
@@ -546,6 +573,7 @@ class MultiSGD(Unconnected):
                 works.append(rank.begin())
                 rank.renew(works[-1])
             next(launches)
+        next(launches)
         self._each(lambda rank: rank.copy_users(works[rank.rank]))
         for _ in launches:
             pass

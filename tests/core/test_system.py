@@ -1,10 +1,17 @@
-"""Cores, quotas and control groups of the system."""
+"""Cores, quotas and control groups of the system; imports of optional packages."""
 
 from __future__ import annotations
 
+import signal
+import sys
+import threading
+
 import pytest
 
-from hybridmf.core import system
+from hybridmf.core import frames, system
+from hybridmf.device import cuda
+from hybridmf.errors import DeviceError
+from hybridmf.plan import dispatch
 
 
 def test_available_cores_without_an_affinity_mask(monkeypatch):
@@ -53,3 +60,59 @@ def test_available_cores_honour_cpu_quotas(monkeypatch, tmp_path, files, cores):
     monkeypatch.setattr("os.sched_getaffinity", lambda _: range(6), raising=False)
     monkeypatch.setattr(system, "cgroup_folders", lambda controller: [str(tmp_path / "none"), str(tmp_path)])
     assert system.available_cores() == cores
+
+
+INTERRUPTED = """import signal
+try:
+    signal.raise_signal(signal.SIGINT)
+except KeyboardInterrupt:
+    raise ImportError("as a compiled module does") from None
+"""
+
+
+@pytest.fixture
+def interrupted(tmp_path, monkeypatch):
+    """Path of modules; pandas and another one get a Ctrl-C while they are imported, and say that they are missing."""
+    for name in ("pandas", "of_nobody"):
+        (tmp_path / f"{name}.py").write_text(INTERRUPTED)
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+
+def test_an_import_loses_no_ctrl_c(interrupted, monkeypatch):
+    """Nor is it taken for a package or a GPU that is not there."""
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        frames.import_before_arrow()
+    with pytest.raises(KeyboardInterrupt):
+        system.needed("of_nobody", "this", "it")
+
+    def opened(name):
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except KeyboardInterrupt:
+            raise DeviceError("CuPy cannot be imported") from None
+        raise DeviceError("no GPU")
+
+    monkeypatch.setattr(cuda, "open_device", opened)
+    with pytest.raises(KeyboardInterrupt):
+        dispatch.find_gpu("auto")
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_handlers_are_those_of_the_main_thread(monkeypatch):
+    """Others may not set any, and one that no Python code has set stays."""
+    found = []
+
+    def held():
+        with system.ctrl_c_later():
+            found.append(signal.getsignal(signal.SIGINT))
+
+    thread = threading.Thread(target=held)
+    thread.start()
+    thread.join()
+    assert found == [signal.getsignal(signal.SIGINT)]
+    monkeypatch.setattr(signal, "getsignal", lambda number: None)
+    monkeypatch.setattr(signal, "signal", lambda *given: found.append(given))
+    held()
+    assert found[1:] == [None]

@@ -135,7 +135,7 @@ def test_the_cyclic_order(backend, order, ranks, biases, ratings_matrix):
 
 @pytest.fixture(params=["some", "all"])
 def popular(request, monkeypatch):
-    """Items that do not rotate: a third of them, some in each range, or all, so that no other ones are left."""
+    """Items with a pace of their own: a third of them, some in each range, or all, so that no other ones are left."""
     few = {"some": 13, "all": 0}[request.param]
     for name, value in {"MIN_POPULAR": few, "WALK": 1e9, "MOST_WALKS": 1e9}.items():
         monkeypatch.setattr(mcumsgd, name, value)
@@ -145,7 +145,7 @@ def popular(request, monkeypatch):
 @pytest.mark.parametrize("biases", [False, True])
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_popular_items_are_handed_on(backend, ranks, biases, popular, ratings_matrix):
-    """Beside the steps, in the order of the ranks; users meet them last. The objective includes their entries."""
+    """Beside the steps, from rank to rank; users meet them last. The objective includes their entries."""
     method, matrix = method_of(), ratings_matrix.astype(np.float64)
     solver = multi(matrix, method, ranks=ranks, biases=biases)
     items = np.flatnonzero(np.bincount(matrix.indices))
@@ -189,18 +189,18 @@ def test_which_items_are_popular(monkeypatch):
     """Those whose walk takes longer than the rest of a step, as many as walk at a time; none on one rank."""
     degrees = np.r_[np.full(15_000, 3_000), 190_000, 70_000, 150_000]
 
-    def popular(degrees, size, factors):
-        plan = problem(planted(), method_of(), rank=factors)[2]
+    def popular(degrees, size):
+        plan = problem(planted(), method_of())[2]
         return mcumsgd.popular_items(degrees, size, plan).tolist()
 
-    assert popular(degrees, 2, 128) == [15_000, 15_002]
-    # walks and other rows take longer, or less, by about the same factor
-    assert popular(degrees, 2, 512) == popular(degrees, 2, 64) == [15_000, 15_002]
-    assert popular(degrees, 4, 128) == [15_000, 15_001, 15_002]
-    monkeypatch.setattr(mcumsgd, "MOST_WALKS", 2)
-    assert popular(degrees, 4, 128) == [15_000, 15_002]
-    assert not popular(degrees // 6, 4, 128)  # a step more would take longer
-    assert not popular(np.empty(0, np.int64), 4, 128)
+    assert popular(degrees, 2) == [15_000, 15_002]
+    assert popular(degrees, 3) == [15_000, 15_001, 15_002]
+    assert not popular(degrees, 1)
+    monkeypatch.setattr(mcumsgd, "MOST_WALKS", 0.55)
+    assert popular(degrees, 3) == [15_000]
+    assert popular(degrees, 4) == [15_000, 15_001, 15_002]
+    assert not popular(degrees // 6, 3)  # a step more would take longer
+    assert not popular(np.empty(0, np.int64), 4)
 
 
 @pytest.mark.parametrize(("ranks", "order"), [(1, "passes"), (2, "blocks")])
@@ -284,7 +284,7 @@ def test_sums_of_squares_travel(order, rate_schedule, dtype):
 
 
 @pytest.mark.parametrize("ordering", ["user", "item", "crossed"])
-def test_orderings_on_gpu_ranks(backend, ordering, ratings_matrix):
+def test_orderings_on_gpu_ranks(backend, ordering, popular, ratings_matrix):
     if backend == "cpu":
         pytest.skip("orderings are a GPU's")
     method = replace(method_of(), ordering=ordering)
@@ -371,19 +371,21 @@ def test_shares_hold_every_rating_once(ranks, ratings_matrix):
 
 
 def test_shares_with_popular_items(ratings_matrix):
-    """Their entries are in a block of their own, and their rows empty in that of their range."""
+    """Their entries are in a block of their own, in parts again, and their rows empty in that of their range."""
     matrix = as_csr(ratings_matrix)
     popular = np.array([0, 1, 5, 22, 23, 39])
     layout = share_layout({"user": np.diff(matrix.indptr), "item": np.full(40, 2)}, 3, popular)
     dense, rest = matrix.toarray(), matrix.toarray()
     rest[:, popular] = 0
     for rank in range(3):
-        *blocks, last = cut_share(matrix, layout, rank, popular, 1)
+        *blocks, last = (cut := cut_share(matrix, layout, rank, popular, 1))[:4]
         users = slice(*layout.own("user", rank))
+        parts = [dense[users][:, items] for items in ([0, 1], [5, 22], [23, 39])]
+        assert all(np.array_equal(block["user"].toarray(), part) for block, part in zip(cut[4:], parts, strict=True))
         np.testing.assert_array_equal(last["user"].toarray(), dense[users][:, popular])
         for other, block in enumerate(blocks):
             np.testing.assert_array_equal(block["user"].toarray(), rest[users, slice(*layout.own("item", other))])
-        for block in (*blocks, last):
+        for block in cut:
             assert (block["user"] != block["item"].T).nnz == 0
 
 
@@ -495,6 +497,25 @@ def test_one_thread_launches_the_steps_of_all_gpus_in_turn(monkeypatch, ratings_
     last = [[(rank, (rank + 2) % 3, side) for rank in range(3)] for side in ("item", "user")]
     assert moves[6:9] == last[0] and set(moves[9:12]) >= {last[1][0]}
     assert len(moves) == 2 * 9
+
+
+def test_walks_of_popular_items_are_launched_first_and_at_half_the_pace(popular, monkeypatch, ratings_matrix):
+    """The rest waits last on these; their copies come in turn with those of other items, which take half as long."""
+    emulate(monkeypatch)
+    original, moves = GpuEpochs.move, []
+
+    def move(self, block, side, *given):
+        moves.append((self, (block, side)))
+        original(self, block, side, *given)
+
+    monkeypatch.setattr(GpuEpochs, "move", move)
+    solver = multi(ratings_matrix.astype(np.float64), method_of(), biases=True, ranks=3)
+    run(solver, 1)
+    assert [each for _, each in moves[:3]] == [(4 + rank, "item") for rank in range(3)]
+    expected = [(4, "item"), (0, "item"), (1, "item"), (6, "item"), (2, "item"), (2, "user"), (0, "user")]
+    expected += [(5, "item"), (1, "user"), (3, "user")]  # part 2, which rank 1 has begun, and all popular items
+    assert [each for kernels, each in moves if kernels is solver.ranks[0].kernels] == expected
+    solver.close()
 
 
 @pytest.mark.parametrize("biases", [False, True])
@@ -615,9 +636,12 @@ def test_repeated_launches_keep_no_users(monkeypatch, ratings_matrix):
     assert len(rows) == 2 and not any(row() for row in rows)
 
 
-def test_another_state_is_read_by_repeated_launches(monkeypatch, ratings_matrix):
-    """An epoch that is not kept is repeated from the same state."""
+@pytest.mark.parametrize("fewest", [13, 1e9])
+def test_another_state_is_read_by_repeated_launches(fewest, monkeypatch, ratings_matrix):
+    """An epoch that is not kept is repeated from the same state, with and without popular items."""
     emulate(monkeypatch)
+    monkeypatch.setattr(mcumsgd, "MIN_POPULAR", fewest)
+    monkeypatch.setattr(mcumsgd, "WALK", 1e9)
     solver = multi(ratings_matrix.astype(np.float64), method_of(), ranks=2, biases=True)
     run(solver, 2)
     once, again = (solver.solve(None) for _ in range(2))
@@ -644,7 +668,7 @@ def test_launches_are_recorded_again_on_another_stream(biases, popular, monkeypa
 
 
 @pytest.mark.parametrize("epochs", [0, 1])
-def test_ctrl_c_between_launches_leaves_the_last_epoch(epochs, monkeypatch, ratings_matrix):
+def test_ctrl_c_between_launches_leaves_the_last_epoch(epochs, popular, monkeypatch, ratings_matrix):
     """Of all GPUs, in the first epoch and in one that repeats its launches; the solver cannot go on."""
     emulate(monkeypatch)
     solver = multi(ratings_matrix.astype(np.float64), method_of(), biases=True, ranks=3)
@@ -686,14 +710,14 @@ def test_no_epoch_after_the_first_chooses_configurations(monkeypatch, ratings_ma
 
 
 def test_long_rows_of_a_block(monkeypatch, ratings_matrix):
-    """From fewer entries on several ranks, in proportion; rows that are short in any case have no block of the GPU."""
+    """From fewer entries on several ranks: 1 / ranks^2. Rows that are short in any case have no block of the GPU."""
     from support import emulated
 
     matrix, objective, plan, _ = problem(ratings_matrix, method_of())
     layout, popular = shares(matrix, 4, plan)
     blocks = cut_share(matrix, layout, 0, popular, 1)
     rows = [GpuEpochs(emulated.EmulatedDevice(), blocks[:n], objective, plan).long_row for n in (1, 2, 4)]
-    assert rows == [gpu_sgd.LONG_ROW, gpu_sgd.LONG_ROW * 3 // 8, gpu_sgd.LONG_ROW * 3 // 16]
+    assert rows == [gpu_sgd.LONG_ROW, gpu_sgd.LONG_ROW * 3 // 8, gpu_sgd.LONG_ROW * 3 // 32]
     monkeypatch.setattr(gpu_sgd, "LONG_ROW", 2 * gpu_sgd.SHORTEST_LONG_ROW)
     backend = GpuEpochs(emulated.EmulatedDevice(), blocks, objective, plan)
     assert backend.long_row == gpu_sgd.SHORTEST_LONG_ROW
@@ -706,14 +730,16 @@ def test_popular_items_have_a_thread_block_each(popular, ratings_matrix):
     matrix, objective, plan, _ = problem(ratings_matrix, method_of())
     layout, items = shares(matrix, 2, plan)
     blocks = cut_share(matrix, layout, 0, items, 1)
-    for multiprocessors in (1, 132):
+    for multiprocessors in (1, 12, 132):
         device = emulated.EmulatedDevice(multiprocessors=multiprocessors)
         kernels = GpuEpochs(device, blocks, objective, plan, long_row=1, ranks=2)
         most = kernels.schedules[2]._kernels._config.per_sm(device.spec) * multiprocessors
-        used = [len(schedule.long["item"].first) - 1 for schedule in kernels.schedules if schedule is not None]
-        rows = np.count_nonzero(np.diff(blocks[2]["item"].indptr))
-        assert used[-1] == max(1, min(rows, most // 2))
-        assert all(bins <= max(1, most - min(rows, most // 2)) for bins in used[:-1])
+        bins = [schedule.long.get("item") if schedule else None for schedule in kernels.schedules]
+        used = [0 if each is None else len(each.first) - 1 for each in bins]
+        rows = [np.count_nonzero(np.diff(block["item"].indptr)) for block in blocks]
+        left = max(1, most - min(max(rows[3:]), most // 2))
+        assert used[:2] == [min(count, left) for count in rows[:2]]
+        assert used[3:] == [min(count, max(1, most // 2)) for count in rows[3:]]
 
 
 def test_walks_of_popular_items_have_multiprocessors_alone(monkeypatch, ratings_matrix):
@@ -732,7 +758,7 @@ def test_walks_of_popular_items_have_multiprocessors_alone(monkeypatch, ratings_
     monkeypatch.setattr(emulated.EmulatedDevice, "prepare", noted)
     solver = multi(ratings_matrix.astype(np.float64), method_of(), ranks=2, biases=True)
     run(solver, 1)
-    assert given[True] == 4 and given[False] > 4  # of items and of users, on two ranks
+    assert given[True] == 4 and given[False] > 4  # two ranges on two ranks
 
 
 @pytest.mark.parametrize("shape", [(800, 20), (20, 800)])
@@ -757,9 +783,13 @@ def test_gpus_cut_their_shares(shape, monkeypatch):
             )
         ]
         assert [each.parts[rank].indices for each in dealt] == [None, None], parts  # their memory is free
-        assert max(schedule.walks[side].n_ranges for schedule in found.schedules for side in SIDES) > 1
-        for ours, theirs in zip(found.schedules, expected.schedules, strict=True):
-            for side, name in itertools.product(SIDES, WALK):
+        schedules = list(zip(found.schedules, expected.schedules, strict=True))
+        assert max(walk.n_ranges for ours, _ in schedules if ours is not None for walk in ours.walks.values()) > 1
+        assert all((ours is None) == (theirs is None) for ours, theirs in schedules)
+        assert [list(ours.walks) for ours, _ in schedules if ours is not None][-1] == ["item"]  # nothing else is kept
+        for ours, theirs in (pair for pair in schedules if pair[0] is not None):
+            assert list(ours.walks) == list(theirs.walks)
+            for side, name in itertools.product(ours.walks, WALK):
                 np.testing.assert_array_equal(*(getattr(each.walks[side], name) for each in (ours, theirs)))
 
 

@@ -398,8 +398,8 @@ def mcumsgd(
     """One epoch of MCUMSGD: in step l each range q of users meets range (q + l) mod p of items (Alg. 4).
 
     By the order "passes" the items move in steps 0 ... p - 1 and the users in steps p - 1 ... 2 p - 2, so that an epoch
-    is one of Alg. 1; by "blocks" both move in each of p steps, as Alg. 4 has it. Popular items do not rotate: they meet
-    the ranges of users in their order, and the users meet them last.
+    is one of Alg. 1; by "blocks" both move in each of p steps, as Alg. 4 has it. Popular items rotate the other way
+    round: part j of them meets users j, j + 1, ..., as these were before the epoch, and the users meet them last.
     """
     sides: tuple[Side, Side] = ("item", "user")
     state, size = _copied(state, sums_width), len(user_bounds) - 1
@@ -411,7 +411,8 @@ def mcumsgd(
         moves = [(step, side) for step in cycle for side in sides]
     ranges = [np.setdiff1d(np.arange(item_bounds[part], item_bounds[part + 1]), popular) for part in cycle]
     meetings = [(side, part, ranges[(part + step) % size]) for step, side in moves for part in cycle]
-    meetings[size * size : size * size] = [("item", part, popular) for part in cycle if len(popular)]
+    kept = np.array_split(np.asarray(popular, dtype=np.int64), size)
+    meetings[size * size : size * size] = [("item", part, kept[(part - leg) % size]) for leg in cycle for part in cycle]
     meetings += [("user", part, popular) for part in cycle if len(popular)]
     for side, part, items in meetings:
         users = np.arange(user_bounds[part], user_bounds[part + 1])

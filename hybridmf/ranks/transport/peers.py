@@ -26,8 +26,8 @@ class PeerCopies:
         self.devices = list(devices)
         # by rank: arrays that it has offered and that are not being copied yet, and the mark behind them
         self._offered: dict[int, deque[tuple[Sequence[Array], Any]]] = {rank: deque() for rank in range(len(devices))}
-        # aside: the arrays that the last rank has updated, the mark behind that, and the rank
-        self._handed: tuple[Sequence[Array], Any, int] | None = None
+        # aside, by rank: all arrays that it has offered, and the mark behind each
+        self._handed: dict[int, list[tuple[Sequence[Array], Any]]] = {rank: [] for rank in range(len(devices))}
         self._reached: set[tuple[int, int]] = set()
 
     def start_sendrecv(
@@ -76,23 +76,19 @@ class PeerCopies:
         with device.aside():
             device.wait(begun)
 
-    def start_handing_on(self, rank: int, root: int, arrays: Sequence[Array]) -> Callable[[], None]:
-        """Start to copy, aside, the arrays of `root` to those of `rank`; call the function after this one of `root`."""
+    def hand(self, rank: int, arrays: Sequence[Array]) -> None:
+        """Offer arrays that all work aside so far has updated."""
+        self._handed[rank].append((arrays, self._aside_of(self.devices[rank])))
+
+    def take(self, rank: int, source: int, number: int, targets: Sequence[Array]) -> None:
+        """Copy, aside, what a rank has offered as 0, 1, ... to arrays of `rank`."""
+        given, complete = self._handed[source][number]
         device = self.devices[rank]
-        if rank == root:
-            self._handed = (arrays, self._aside_of(device), root)
-            return lambda: None
-
-        def receive() -> None:
-            assert self._handed is not None
-            given, complete, source = self._handed
-            with device.aside():
-                device.wait(complete)
-                self._reach(rank, source)
-                for target, array in zip(arrays, given, strict=True):
-                    device.receive(target, array)
-
-        return receive
+        self._reach(rank, source)
+        with device.aside():
+            device.wait(complete)
+            for target, array in zip(targets, given, strict=True):
+                device.receive(target, array)
 
     def join(self, rank: int) -> None:
         """Let later launches come after all work aside so far."""
@@ -109,8 +105,7 @@ class PeerCopies:
             self._wait_for_all()
             raise
         finally:
-            self._handed = None
-            for offered in self._offered.values():
+            for offered in (*self._offered.values(), *self._handed.values()):
                 offered.clear()
 
     @staticmethod

@@ -178,9 +178,17 @@ def test_arrays_are_handed_on_aside(three):
         for place, name in enumerate("abc"):
             assert calls[2 * place :][:2] == [(name, "record"), (name.upper(), "wait", f"{name}{2 * place}")]
         calls.clear()
-        copies.start_handing_on(0, 0, [owned[0]])()
-        copies.start_handing_on(1, 0, [owned[1]])()
-        np.testing.assert_array_equal(owned[1], 0)
-        assert calls == [("A", "record"), ("B", "wait", "A0"), ("B", "reach", "a"), ("B", "receive")]
+        for value in (5, 6):  # in two legs, of which the first is taken later than the second is offered
+            copies.hand(0, [rows(value)])
+        copies.take(1, 0, 0, [owned[1]])
+        copies.take(2, 0, 1, [owned[2]])
+        assert owned[1].max() == owned[1].min() == 5 and owned[2].max() == owned[2].min() == 6
+        assert calls[:2] == [("A", "record"), ("A", "record")]
+        assert calls[2:5] == [("b", "reach", "a"), ("B", "wait", "A0"), ("B", "receive")]
+        assert calls[5:] == [("c", "reach", "a"), ("C", "wait", "A1"), ("C", "receive")]
         copies.join(1)
-        assert calls[4:] == [("B", "record"), ("b", "wait", "B4")]
+        assert calls[8:] == [("B", "record"), ("b", "wait", "B8")]
+    with copies.complete():  # nothing is left of earlier calls
+        copies.hand(0, [rows(7)])
+        copies.take(1, 0, 0, [owned[1]])
+    assert owned[1].max() == 7
