@@ -107,6 +107,7 @@ def codes_into(table: dict[str, int]) -> Callable[[Any], np.ndarray]:
 
 def coded_strings(series: Any) -> tuple[np.ndarray, list[str]] | None:
     """Codes (int32) of strings of narwhals without nulls, and labels as they appear; None where pyarrow cannot."""
+    import_before_arrow()
     try:
         import pyarrow as pa
 

@@ -48,7 +48,8 @@ last leg, those that other ranks hold then: after an event behind the last walk 
 of the legs before. It reads nothing else of other ranks. Over a communicator, leg l is in step l, before any of a
 rank's users, and all ranks receive all popular items after each.
 CUDA may run copies between the same two GPUs in turn, although their streams do not depend on each other. So popular
-items go to the other neighbour than the rest, and leg l, which takes longer than a step, is launched in step 2 l.
+items go to the other neighbour than the rest, if there are two, and leg l, which takes longer than a step, is launched
+in step 2 l.
 
 Set-up on GPUs of one process. All GPUs at once upload the rows of their users, check and transpose them (`dealt`), and
 then cut their blocks (`cut_dealt`). Launches of all threads are on the null stream of a GPU, hence in the order of the

@@ -9,6 +9,7 @@ import threading
 import pytest
 
 from hybridmf.core import frames, system
+from hybridmf.data import arrow_text
 from hybridmf.device import cuda
 from hybridmf.errors import DeviceError
 from hybridmf.plan import dispatch
@@ -84,6 +85,9 @@ def test_an_import_loses_no_ctrl_c(interrupted, monkeypatch):
     before = signal.getsignal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
         frames.import_before_arrow()
+    monkeypatch.delitem(sys.modules, "pandas")
+    with pytest.raises(KeyboardInterrupt):
+        arrow_text.coded_strings(None)  # otherwise read in another way
     with pytest.raises(KeyboardInterrupt):
         system.needed("of_nobody", "this", "it")
 
