@@ -177,14 +177,14 @@ class GpuRates:
     float64: float = 2.5  # time in float64 as a multiple of that in float32
     sgd: dict[str, Curve] = field(
         default_factory=lambda: {
-            "msgd": ((32, 6.3e12), (128, 1.45e13)),
+            "msgd": ((32, 7.2e12), (64, 1.15e13), (128, 1.68e13), (256, 1.53e13), (512, 1.13e13)),
             "batch_hogwild": ((32, 3.7e12), (128, 9.6e12)),
         }
     )
     """Bytes/s of an epoch by schedule, in the units of `SgdMethod.bytes_per_iteration`."""
     # bench/walk.py, f = 32 to 128
     serial_update: float = 1.4e-7  # seconds for an update of MSGD that depends on the previous one
-    solved_update: float = 3.2e-8  # seconds for an update in a row that solves several entries at a time
+    solved_update: float = 2.5e-8  # seconds for an update in a row that solves several entries at a time
     ccd: float = 3.8e12  # bytes/s of CCD++, in the units of `CcdMethod.bytes_per_iteration`
     ccd_row: float = 2.5e-10  # seconds for one factor of a row of CCD++
     launch: float = 9.0e-6  # seconds to launch a kernel

@@ -53,6 +53,10 @@ def gpu_cases() -> dict[tuple[Any, ...], tuple[Any, float, str]]:
         if getattr(model, "precision", "float32") not in GpuRates().precision or line["shape"] not in SHAPES:
             continue
         cases[line["task"], name, line["shape"], f] = (model, line["ms"] / 1e3, line["shape"])
+    for line in recorded("mcumsgd"):
+        if line["ranks"] == 0 and "H200" in line["gpu"]:
+            model = hmf.SGD(line["factors"], biases=False, device="cuda")
+            cases["mcumsgd", "one GPU", line["shape"], line["factors"]] = (model, line["ms"] / 1e3, line["shape"])
     return cases
 
 
@@ -81,6 +85,7 @@ def cpu_cases() -> dict[tuple[Any, ...], tuple[Any, float, str, int]]:
 LISTED = {
     ("als", "implicit exact float32", "netflix", 32): 0.2,
     ("sgd", "batch_hogwild float16, epoch", "netflix", 32): 0.2,
+    ("mcumsgd", "one GPU", "yahoo-r1", 128): 0.2,
 }
 """Cases that are predicted worse than within 15 %, and how well; docs/dispatch.md lists them."""
 
