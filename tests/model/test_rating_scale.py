@@ -80,16 +80,20 @@ def test_scale_of_a_store(biases, tmp_path):
 # ------------------------------------------------------------------------------------------------ SGD
 
 
-@pytest.mark.parametrize("biases", [False, True])
-@pytest.mark.parametrize("rate_schedule", RATE_SCHEDULES)
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(
+    ("schedule", "rate_schedule", "biases"),
+    [
+        *(("msgd", rate_schedule, biases) for rate_schedule in RATE_SCHEDULES for biases in (False, True)),
+        *((schedule, rate_schedule, True) for schedule in SCHEDULES[1:] for rate_schedule in RATE_SCHEDULES),
+        *((schedule, RATE_SCHEDULES[0], False) for schedule in SCHEDULES[1:]),
+    ],
+)
 def test_sgd_is_equivariant(schedule, rate_schedule, biases):
     """To every factor up to rounding, to powers of 4 bit for bit; with the default learning rates."""
     given = {"schedule": schedule, "rate_schedule": rate_schedule, "biases": biases, "num_threads": 1}
     base = fit(hmf.SGD, SMALL, **given)
-    for factor in (4.0, 1 / 64):
-        assert_scaled(fit(hmf.SGD, SMALL, factor, **given), base, factor, 0.0)
-    for factor in (0.01, 20.0, 1000.0):
+    assert_scaled(fit(hmf.SGD, SMALL, 1 / 64, **given), base, 1 / 64, 0.0)
+    for factor in (0.01, 1000.0):
         model = fit(hmf.SGD, SMALL, factor, **given)
         assert_scaled(model, base, factor, 1e-4)
         assert model.objective(scaled(SMALL, factor)) == pytest.approx(factor**2 * base.objective(SMALL), rel=1e-4)
@@ -121,7 +125,7 @@ def test_sgd_on_a_gpu_is_equivariant(device, schedule, biases, monkeypatch):
 @pytest.mark.parametrize("rate_schedule", RATE_SCHEDULES)
 def test_sgd_learns_in_any_unit(rate_schedule, biases):
     """Default learning rates, no word of the unit; before, ratings times 20 diverged."""
-    matrix = planted(150, 90, 0.3)
+    matrix = planted(90, 60, 0.4)
     for factor, shift in ((0.01, 0.0), (20.0, 0.0), (1000.0, 0.0), (1.0, 100.0)):
         if shift and not biases:
             continue
