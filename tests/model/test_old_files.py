@@ -83,7 +83,7 @@ def test_a_fit_resumed_from_an_earlier_version_ends_as_its_own_did(folder, name,
 
 @pytest.mark.parametrize(("folder", "name", "case"), RESUMED)
 def test_a_fit_resumed_from_an_earlier_version_ends_as_a_fit_of_this_one(folder, name, case):
-    """Both draw the same initial factors and take the same steps. The checkpoint is given as a file, not as a folder."""
+    """Both draw the same initial factors and take the same steps. The checkpoint is given as a file, not a folder."""
     resumed = fitted(folder, case, resume_from=folder / case["file"])
     assert_facts(finished_facts(resumed), case["finished"], tolerance=FIT_TOLERANCE)
     if not case["repeatable"]:
