@@ -51,7 +51,7 @@ FITS = {
 
 def fitted(kind: str, data: Any, fit: dict[str, Any] | None = None, **options: Any) -> Any:
     cls, own = FITS[kind]
-    common = {"factors": 4, "iterations": 3, "random_state": 0, "device": "cpu"}
+    common = {"factors": 4, "iterations": 2, "random_state": 0, "device": "cpu"}
     return cls(**(common | own | options)).fit(data, **(fit or {}))
 
 

@@ -203,8 +203,7 @@ def told(call, model):
     return (type(found), str(found)) if isinstance(found, Exception) else found
 
 
-@pytest.mark.parametrize("smaller", [False, True])
-@pytest.mark.parametrize("kind", ["biases", "implicit"])
+@pytest.mark.parametrize(("kind", "smaller"), [("biases", False), ("biases", True), ("implicit", True)])
 @pytest.mark.parametrize("names", [PLAIN, *([name] for name in (*METHODS, *FUNCTIONS))], ids=lambda names: names[0])
 def test_each_call_answers_from_one_state(names, kind, smaller, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(from_dlpack=np.from_dlpack))
