@@ -76,6 +76,10 @@ class TestCCD(OnEveryDevice):
     options = {"biases": True}
     exact = False
 
+    @pytest.mark.exhaustive  # its interface is that of the other classes
+    def test_scikit_learns_checks(self):
+        super().test_scikit_learns_checks()
+
 
 class TestNonnegativeCCD(WithOtherOptions):
     estimator = hmf.CCD
