@@ -160,7 +160,7 @@ def test_a_store_gives_the_bits_of_its_ratings(case, tmp_path):
     }
     kind, options = CASES[case]
     options = {"factors": 6, "device": "cpu", "random_state": 3, "iterations": 3} | options
-    store = hmf.convert(ratings, tmp_path / "store", slab_bytes=400)
+    store = hmf.convert(ratings, tmp_path / "store", slab_bytes=800)
     one, other = (kind(**options).fit(each, **given) for each in (ratings, store))
     assert store.degrees("user").sum() == ratings.nnz and len(store.slabs("item")) > 1
     for name in ("user_factors", "item_factors"):
