@@ -15,11 +15,11 @@ from support.ratings import planted
 def test_search_saves_the_best_model_of_all_ratings(folder, tmp_path):
     out = tmp_path / "best.safetensors"
     said = succeed(
-        "search", folder / "ratings.csv", "-o", out, "--factors", 4, "--trials", 6, "--metric", "mae",
+        "search", folder / "ratings.csv", "-o", out, "--factors", 4, "--trials", 4, "--metric", "mae",
         "--lines", tmp_path / "trials.jsonl", "--plot", tmp_path / "trials.png",
     )  # fmt: skip
     ratings = hmf.Ratings.from_file(folder / "ratings.csv")
-    found = hmf.search(ratings, model=hmf.ExplicitALS(4, random_state=0), metric="mae", trials=6, random_state=0)
+    found = hmf.search(ratings, model=hmf.ExplicitALS(4, random_state=0), metric="mae", trials=4, random_state=0)
     assert f"mae {found.best_value:.4f}" in said and found.code() in said and f"Saved {out}" in said
     model = hmf.load(out)
     np.testing.assert_array_equal(model.item_factors_, found.best.item_factors_)

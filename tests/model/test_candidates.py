@@ -46,8 +46,17 @@ def assert_alike(found, expected):
     np.testing.assert_allclose(found[1], expected[1], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("options", [{}, {"filter_already_liked_items": False}, {"cold_users": "mask"}])
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        *((kind, {}) for kind in KINDS),
+        *(
+            (kind, options)
+            for kind in ("biases", "implicit64")
+            for options in ({"filter_already_liked_items": False}, {"cold_users": "mask"})
+        ),
+    ],
+)
 def test_lists_for_each_user_are_lists_for_one_user_after_another(kind, options):
     model, allowed, denied = fitted(kind), lists(1), lists(2)
     everybody = np.arange(M)

@@ -111,7 +111,7 @@ def test_ranks_and_devices_find_the_same_lambda(cls):
 # -------------------------------------------------------------------------------------------------- implicit feedback
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(factor=st.floats(1e-3, 1e5))
 def test_the_unit_of_counts_does_not_matter(factor):
     one, other = (hmf.ImplicitALS(**COMMON).fit(each) for each in (RATINGS, times(RATINGS, factor)))

@@ -35,7 +35,7 @@ class Way:
             return build().fit(ratings, **options)
         if self.name == "entries":
             return run_ranks(2, lambda c: fit_rank(build(), entries(ratings, c.rank, 2), c, **options), timeout=30)[0]
-        given = hmf.convert(ratings, self.folder / "store", slab_bytes=600) if self.name == "store" else ratings
+        given = hmf.convert(ratings, self.folder / "store", slab_bytes=1500) if self.name == "store" else ratings
         return run_ranks(2, lambda c: hmf.scale.fit(build(), given, c, **options), timeout=30)[0]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import pickle
 import tracemalloc
@@ -17,7 +18,9 @@ from hybridmf.core.validate import as_csr
 from hybridmf.data.store import StoreMatrix
 from hybridmf.errors import MemoryBudgetError, ModelFileError, RatingsError
 from support.ratings import planted
-from support.stores import SLAB
+
+SLAB = 1500
+"""Bytes of a slab: a quarter of the ratings here."""
 
 # ------------------------------------------------------------------------------------------------------- damage
 
@@ -48,7 +51,7 @@ FITS = {
 
 def fitted(kind: str, data: Any, fit: dict[str, Any] | None = None, **options: Any) -> Any:
     cls, own = FITS[kind]
-    common = {"factors": 4, "iterations": 3, "random_state": 0, "device": "cpu"}
+    common = {"factors": 4, "iterations": 2, "random_state": 0, "device": "cpu"}
     return cls(**(common | own | options)).fit(data, **(fit or {}))
 
 
@@ -157,7 +160,8 @@ def test_sgd_and_ccd_load_a_store_if_there_is_memory(store, monkeypatch, caplog)
         model.fit(store)
 
 
-def test_plan_and_compare_take_a_store(store):
+def test_plan_and_compare_take_a_store(store, monkeypatch):
+    monkeypatch.setattr(importlib.import_module("hybridmf.compare"), "CPU_PRODUCT", 64)  # what a product takes
     plan = hmf.plan(store, hmf.ExplicitALS(biases=False, factors=4, device="cpu"))
     largest = max(slab.matrix().nnz for side in ("user", "item") for slab in store.slabs(side))
     assert (plan.streamed, plan.slab) == ("disk", largest)
@@ -170,7 +174,7 @@ def test_plan_and_compare_take_a_store(store):
 
 
 def test_a_fit_on_a_store_holds_no_more_than_a_few_slabs(tmp_path):
-    matrix = as_csr(planted(1000, 600, 0.7))
+    matrix = as_csr(planted(700, 420, 0.7))
     store = hmf.convert(matrix, tmp_path / "store", slab_bytes="32KiB")
     options = {"num_threads": 1, "iterations": 1}
     fitted("explicit", store, **options)

@@ -20,7 +20,7 @@ MATRIX.indices, MATRIX.indptr = MATRIX.indices.astype(np.int32), MATRIX.indptr.a
 
 
 def fit(matrix: Any, kind: Any = hmf.ImplicitALS, **options: Any) -> Any:
-    return kind(factors=7, iterations=2, random_state=0, device="cuda").fit(matrix, **options)
+    return kind(factors=4, iterations=1, random_state=0, device="cuda").fit(matrix, **options)
 
 
 def put(part: str, where: Any, value: Any) -> Callable[[sp.csr_array], None]:

@@ -94,7 +94,7 @@ def test_ranks_measure_what_one_process_measures(kind, size, tmp_path):
     expected = measured(KINDS[kind]().fit(TRAIN, validation=TEST))
     metric = "ndcg@10" if kind == "implicit" else "rmse"
     assert [list(record) for record in expected] == [["iteration", "objective", metric]] * 4
-    store = hmf.convert(TRAIN, tmp_path / "store", slab_bytes=600)
+    store = hmf.convert(TRAIN, tmp_path / "store", slab_bytes=1500)
     for ratings in (TRAIN, store):
         found = measured(together(size, KINDS[kind], ratings, validation=TEST))
         assert [list(record) for record in found] == [list(record) for record in expected]
@@ -335,7 +335,7 @@ def test_parts_that_another_process_measured_are_moved(monkeypatch):
 
 
 def test_all_fits_have_the_same_parts(tmp_path):
-    store = hmf.convert(sp.csr_array(planted()), tmp_path / "store", slab_bytes=600)
+    store = hmf.convert(sp.csr_array(planted()), tmp_path / "store", slab_bytes=1500)
     for model in (
         KINDS["implicit"]().fit(store),
         KINDS["explicit"](device=["cpu", "cpu"]).fit(TRAIN),

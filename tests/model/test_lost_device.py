@@ -222,31 +222,34 @@ def keep_unsettled(self: DeviceFactors, **attributes: Any) -> None:
 
 # ---------------------------------------------------------------------------------------------------- what is printed
 
-SCRIPT = """
+IMPORTS = """
+import gc
 import sys
 import pytest
 from support.failing_gpu import ctrl_c_after, model_on, serve
 from support.ratings import planted
 import hybridmf as hmf
-from hybridmf.device import health
-
-{before}
-_, failing = serve(pytest.MonkeyPatch())
-failing.number, failing.kernel = 3, "{kernel}"
-model = model_on("cuda")
+from hybridmf.device import cuda, health
 """
 
 
-def run(kernel: str, body: str, before: str = "") -> subprocess.CompletedProcess[str]:
-    script = SCRIPT.format(kernel=kernel, before=before) + textwrap.dedent(body)
+def serving(kernel: str) -> str:
+    """A model whose third half sweep launches this kernel."""
+    return f"""
+        _, failing = serve(pytest.MonkeyPatch())
+        failing.number, failing.kernel = 3, "{kernel}"
+        model = model_on("cuda")
+        """
+
+
+def run(*parts: str) -> subprocess.CompletedProcess[str]:
+    """One process for several statements: most of its time it imports."""
+    script = "\n".join(map(textwrap.dedent, (IMPORTS, *parts)))
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])}
     return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment, timeout=60)
 
 
 CAUGHT = """
-import gc
-from hybridmf.device import cuda
-
 try:
     model.fit(planted())
 except hmf.errors.DeviceLostError as error:
@@ -259,33 +262,12 @@ gc.collect()
 """
 
 
-def test_one_error_and_nothing_else_is_printed() -> None:
-    done = run("crash", "model.fit(planted())")
-    assert done.returncode == 1
-    assert done.stderr.startswith("Traceback")
-    assert done.stderr.count("Traceback") == 2, done.stderr  # the error, and its cause
-    assert "Exception ignored" not in done.stderr
-    last = done.stderr.splitlines()[-1]
-    assert last.startswith(
-        "hybridmf.errors.DeviceLostError: cuda:0 failed while computing the item factors of iteration 2"
-    )
-
-
-def test_nothing_is_printed_if_the_error_is_handled() -> None:
-    done = run("crash", CAUGHT)
-    assert done.returncode == 0 and "cuda:0 failed" in done.stdout
-    assert not done.stderr
-
-
-def test_destructors_would_print_otherwise() -> None:
-    """The stand-in's destructors fail like CuPy's."""
-    done = run("crash", CAUGHT, before="health.keep_alive = lambda *objects: None")
-    assert "Exception ignored" in done.stderr
-
-
-def test_a_process_whose_kernel_hangs_ends() -> None:
+def test_nothing_but_the_error_is_printed_and_a_process_whose_kernel_hangs_ends() -> None:
+    """The first error is handled; after it, Ctrl-C ends a kernel that hangs, and the process with it."""
     done = run(
-        "hang",
+        serving("crash"),
+        CAUGHT,
+        serving("hang"),
         """
         try:
             with ctrl_c_after(0.5):
@@ -294,4 +276,29 @@ def test_a_process_whose_kernel_hangs_ends() -> None:
             print("interrupted", model.n_iter_)
         """,
     )
-    assert (done.returncode, done.stdout, done.stderr) == (0, "interrupted 1\n", "")
+    assert done.returncode == 0 and not done.stderr
+    error, interrupted = done.stdout.splitlines()
+    assert "cuda:0 failed" in error and interrupted == "interrupted 1"
+
+
+def test_one_error_and_nothing_else_is_printed() -> None:
+    """The stand-in's destructors fail like CuPy's, and would be heard if nothing kept the objects alive."""
+    done = run(
+        "kept, health.keep_alive = health.keep_alive, lambda *objects: None",
+        serving("crash"),
+        CAUGHT,
+        "health.keep_alive = kept",
+        'print("----", file=sys.stderr)',
+        serving("crash"),
+        "model.fit(planted())",
+    )
+    control, _, printed = done.stderr.partition("----\n")
+    assert "Exception ignored" in control
+    assert done.returncode == 1
+    assert printed.startswith("Traceback")
+    assert printed.count("Traceback") == 2, printed  # the error, and its cause
+    assert "Exception ignored" not in printed
+    last = printed.splitlines()[-1]
+    assert last.startswith(
+        "hybridmf.errors.DeviceLostError: cuda:0 failed while computing the item factors of iteration 2"
+    )

@@ -13,32 +13,32 @@ import hybridmf as hmf
 from hybridmf.ranks.transport.threads import run_ranks
 from support.ratings import planted
 
+COMMON = {"factors": 6, "iterations": 4, "nonnegative": True, "device": "cpu", "dtype": "float64", "random_state": 0}
 MODELS = {
-    "implicit": hmf.ImplicitALS(6, alpha=4.0, nonnegative=True, device="cpu", dtype="float64", random_state=0),
-    "explicit": hmf.ExplicitALS(
-        6, regularization=0.05, nonnegative=True, device="cpu", dtype="float64", random_state=0
-    ),
-    "no biases": hmf.ExplicitALS(6, biases=False, nonnegative=True, device="cpu", dtype="float64", random_state=0),
+    "implicit": hmf.ImplicitALS(alpha=4.0, **COMMON),
+    "explicit": hmf.ExplicitALS(regularization=0.05, **COMMON),
+    "no biases": hmf.ExplicitALS(biases=False, **COMMON),
 }
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_fits_stay_nonnegative_and_the_loss_never_rises(name, backend):
-    model = clone(MODELS[name]).set_params(device=backend, iterations=6).fit(planted(), callback=lambda m, r: None)
+    matrix = planted(24, 16, 0.4)
+    model = clone(MODELS[name]).set_params(device=backend).fit(matrix, callback=lambda m, r: None)
     losses = [record["objective"] for record in model.history_]
     assert all(later <= earlier * (1 + 1e-12) for earlier, later in pairwise(losses))
     assert losses[-1] < 0.9 * losses[0]
     assert model.user_factors_.min() == 0 and model.item_factors_.min() >= 0
     assert 0.05 < (model.user_factors_ == 0).mean() < 0.95
-    free = clone(model).set_params(nonnegative=False).fit(planted())
-    assert free.objective(planted()) < losses[-1]
-    one = clone(model).set_params(num_threads=1).fit(planted())
+    free = clone(model).set_params(nonnegative=False, device="cpu").fit(matrix)
+    assert free.objective(matrix) < losses[-1]
+    one = clone(model).set_params(num_threads=1).fit(matrix)
     np.testing.assert_array_equal(one.user_factors_, model.user_factors_)
 
 
 def test_ccd_finds_no_better_factors_nearby():
     options = {"regularization": 0.1, "dtype": "float64", "device": "cpu", "nonnegative": True, "random_state": 0}
-    als = hmf.ExplicitALS(2, biases=False, iterations=400, **options).fit(planted())
+    als = hmf.ExplicitALS(2, biases=False, iterations=200, **options).fit(planted())
     ccd = hmf.CCD(2, biases=False, init=als, iterations=5, **options).fit(planted())
     assert als.objective(planted()) == pytest.approx(ccd.objective(planted()), rel=1e-6)
 

@@ -14,7 +14,8 @@ from hybridmf.ranks.transport.threads import run_ranks
 from support import reference
 from support.ratings import planted
 
-RATINGS = planted()
+M, N = 30, 20
+RATINGS = planted(M, N, 0.4)
 MATRIX = as_csr(RATINGS, dtype=np.float64)
 COMMON = {"factors": 4, "iterations": 2, "random_state": 0, "dtype": "float64"}
 TWO_SIDED = {"regularization": (0.1, 0.7), "regularization_scaling": ("count", 0.5)}
@@ -33,8 +34,8 @@ def start_of(model) -> State:
     """The initial factors, given as arrays."""
     rng = np.random.default_rng(1)
     rank = model.factors
-    rows = [Factors(rng.random((n, rank)), np.zeros(n) if getattr(model, "biases", False) else None) for n in (60, 40)]
-    rows[0].matrix[30], rows[1].matrix[13] = 0, 0
+    rows = [Factors(rng.random((n, rank)), np.zeros(n) if getattr(model, "biases", False) else None) for n in (M, N)]
+    rows[0].matrix[M // 2], rows[1].matrix[N // 3] = 0, 0  # without entries
     return State(*rows, RATINGS.data.mean(dtype=np.float64) if rows[0].bias is not None else 0.0)
 
 
@@ -94,7 +95,7 @@ def test_balance_weighs_the_sides_by_their_lambdas(backend):
         model._learned.objective.penalty(side, factors, counts)
         for side, factors, counts in (
             ("user", model.user_factors_, np.diff(MATRIX.indptr)),
-            ("item", model.item_factors_, np.bincount(MATRIX.indices, minlength=40)),
+            ("item", model.item_factors_, np.bincount(MATRIX.indices, minlength=N)),
         )
     )
     assert users == pytest.approx(items, rel=1e-2)
@@ -122,7 +123,7 @@ def test_frequency_scaling_of_rendle():
 @pytest.mark.parametrize("name", ["implicit", "explicit, default biases", "ccd, biases"])
 def test_files_clones_and_checkpoints_keep_pairs(name, tmp_path):
     model, _ = fitted(name, device="cpu")
-    model.partial_fit_items([40], np.ones((60, 1)))  # one more pair of each user, which the fit did not count
+    model.partial_fit_items([N], np.ones((M, 1)))  # one more pair of each user, which the fit did not count
     model.save(tmp_path / "model")
     loaded = hmf.load(tmp_path / "model")
     assert loaded._learned.objective == model._learned.objective

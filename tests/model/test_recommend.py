@@ -104,8 +104,15 @@ def test_recommend_at_the_edges_of_blocks(n_items):
         np.testing.assert_array_equal(scores, expected_scores)
 
 
-@pytest.mark.parametrize("scale", [1e-22, 1.0, 1e15])
-@pytest.mark.parametrize("kind", ["explicit", "explicit64", "biases"])
+@pytest.mark.parametrize(
+    ("kind", "scale"),
+    [
+        *(("biases", scale) for scale in (1e-22, 1.0, 1e15)),
+        ("explicit", 1e-22),
+        ("explicit", 1e15),
+        ("explicit64", 1.0),
+    ],
+)
 def test_a_short_list_is_the_start_of_the_long_one(kind, scale):
     """Whatever is skipped to be quick: popular items with long factors, users of all lengths, any magnitude."""
     rng, (m, n, rank) = np.random.default_rng(1), (100, 900, 5)

@@ -54,8 +54,7 @@ def search(cls, matrix, cv, **grid):
     return GridSearchCV(model, grid, cv=cv, error_score="raise").fit(matrix)
 
 
-@pytest.mark.parametrize("cls", ESTIMATORS)
-@pytest.mark.parametrize("cv", [2, 3])
+@pytest.mark.parametrize(("cls", "cv"), [*((cls, 2) for cls in ESTIMATORS), (hmf.ExplicitALS, 3)])
 def test_grid_search(cls, cv):
     matrix = planted(density=0.4)
     found = {layout: search(cls, layout(matrix), cv) for layout in (sp.csr_array, sp.csr_matrix, sp.csr_array.toarray)}

@@ -141,14 +141,15 @@ def test_one_side_is_solved_for_the_other(model, freeze, backend):
 
 @pytest.mark.parametrize("freeze", ["user", "item"])
 def test_ccd_keeps_a_side(freeze, backend):
-    known = clone(CCD).fit(MATRIX)
-    model = clone(CCD).set_params(init=FrozenEstimator(known), device=backend, iterations=60)
-    model.fit(2 * MATRIX, freeze=freeze)
+    matrix = planted(30, 20, 0.5)
+    known = clone(CCD).set_params(regularization=0.5).fit(matrix)
+    model = clone(known).set_params(init=FrozenEstimator(known), device=backend, iterations=15)
+    model.fit(2 * matrix, freeze=freeze)
     ours, theirs = model._learned.state, known._learned.state
     np.testing.assert_array_equal(ours.side(freeze).matrix, theirs.side(freeze).matrix)
     np.testing.assert_array_equal(ours.side(freeze).bias, theirs.side(freeze).bias)
     other = "item" if freeze == "user" else "user"
-    rows = as_csr(2 * MATRIX if other == "user" else 2 * MATRIX.T, dtype=np.float64)
+    rows = as_csr(2 * matrix if other == "user" else 2 * matrix.T, dtype=np.float64)
     exact = reference.half_sweep(rows, theirs.side(freeze), ours.mean, model._learned.objective, other)
     np.testing.assert_allclose(ours.side(other).matrix, exact.matrix, rtol=1e-4, atol=1e-5)
 
@@ -165,10 +166,11 @@ def test_approximate_solvers_and_several_devices_continue():
 
 
 def test_several_gpus_keep_a_side(gpus):
-    known = clone(IMPLICIT).fit(MATRIX)
-    model = clone(IMPLICIT).set_params(init=FrozenEstimator(known), device=gpus(2), solver="cg", iterations=40)
-    model.fit(2 * MATRIX, freeze="item")
-    exact = clone(IMPLICIT).set_params(init=FrozenEstimator(known)).fit(2 * MATRIX, freeze="item")
+    matrix = planted(30, 20, 0.3)
+    known = clone(IMPLICIT).fit(matrix)
+    model = clone(IMPLICIT).set_params(init=FrozenEstimator(known), device=gpus(2), solver="cg", iterations=20)
+    model.fit(2 * matrix, freeze="item")
+    exact = clone(IMPLICIT).set_params(init=FrozenEstimator(known)).fit(2 * matrix, freeze="item")
     np.testing.assert_allclose(model.user_factors_, exact.user_factors_, rtol=1e-4, atol=1e-6)
 
 
