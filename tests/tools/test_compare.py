@@ -20,11 +20,7 @@ from support.ratings import planted
 SMALL = planted(60, 40, 0.3)
 
 
-@pytest.fixture(autouse=True)
-def small_product(monkeypatch):
-    """How fast the machine multiplies matrices does not matter here; the emulated device multiplies on the CPU."""
-    for name in ("CPU_PRODUCT", "GPU_PRODUCT"):
-        monkeypatch.setattr(importlib.import_module("hybridmf.compare"), name, 128)
+pytestmark = pytest.mark.usefixtures("small_product")
 
 
 def als(**options):
@@ -321,10 +317,10 @@ def test_command_on_a_file(tmp_path):
 
 
 def test_command_on_shapes_and_the_demo():
-    assert run("ml-1m", "--scale", 0.02, "--method", "als", "--iterations", 1, "--device", "cpu").exit_code == 0
+    small = ("--method", "als", "--factors", 4, "--iterations", 1, "--device", "cpu")
+    assert run("ml-1m", "--scale", 0.02, *small).exit_code == 0
     for feedback in ("explicit", "implicit"):
-        options = ("--feedback", feedback, "--method", "als", "--factors", 4, "--iterations", 1, "--device", "cpu")
-        result = run("demo", *options)
+        result = run("demo", "--feedback", feedback, *small)
         assert result.exit_code == 0, result.output
         assert "invented films" in result.stdout
 
