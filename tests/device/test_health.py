@@ -69,7 +69,7 @@ def test_ctrl_c_interrupts_every_wait(device: CudaDevice, wait: Any, monkeypatch
 
 @pytest.mark.parametrize("wait", WAITS, ids=NAMES)
 def test_every_wait_after_an_interruption_ends(device: CudaDevice, wait: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(health, "PATIENCE", 0.2)
+    monkeypatch.setattr(health, "PATIENCE", 0.12)
     launch(device, "hang")
     hurry()
     with pytest.raises(DeviceLostError, match=says("cuda:0 failed: it did not answer for", "after an interruption")):

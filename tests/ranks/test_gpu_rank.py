@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import weakref
 from collections import Counter
 from dataclasses import replace
@@ -311,9 +312,14 @@ def test_split_half_sweep_against_float64(name: str, grid: tuple[int, int], gpus
         np.testing.assert_allclose(solved.bias, exact.bias, atol=1e-4 * np.abs(exact.bias).max())
 
 
-@pytest.mark.parametrize("reduction", ["root", "two_phase"])
-@pytest.mark.parametrize("name", ["biases", "implicit cg"])
-@pytest.mark.parametrize("grid", [(4, 1), (2, 2)])
+@pytest.mark.parametrize(
+    ("grid", "name", "reduction"),
+    [
+        *itertools.product([(4, 1)], ["biases", "implicit cg"], ["root", "two_phase"]),
+        ((2, 2), "biases", "root"),
+        ((2, 2), "implicit cg", "two_phase"),
+    ],
+)
 def test_reductions_give_the_same(name: str, reduction: Any, grid: tuple[int, int], gpus: Machine) -> None:
     # steps of CG enlarge the rounding of another order of sums, in float32 by four orders of magnitude
     dtype, tolerance = ("float64", 1e-9) if "cg" in name else ("float32", 1e-4)
