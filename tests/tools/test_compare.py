@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from hybridmf import cli, datasets
 from hybridmf.compare import Comparison, compare, default_models
 from hybridmf.errors import DeviceError
 from hybridmf.metrics import Interval
+from hybridmf.tools import demo
 from support.ratings import planted
 
 SMALL = planted(60, 40, 0.3)
@@ -316,6 +318,13 @@ def test_command_on_a_file(tmp_path):
     assert f"{hmf.split(liked, 0.1, random_state=0)[0].nnz:,} training" in run(tmp_path / "ratings.csv", *some).stdout
 
 
+@pytest.fixture
+def few_films(monkeypatch):
+    """Drawing the usual demo takes longer than a fit."""
+    monkeypatch.setattr(demo, "generate", partial(demo.generate, 400, 150))
+
+
+@pytest.mark.usefixtures("few_films")
 def test_command_on_shapes_and_the_demo():
     small = ("--method", "als", "--factors", 4, "--iterations", 1, "--device", "cpu")
     assert run("ml-1m", "--scale", 0.02, *small).exit_code == 0
@@ -342,6 +351,7 @@ def test_command_fails_where_devices_disagree(monkeypatch):
         (["demo", "--iterations", 0], "iterations"),
     ],
 )
+@pytest.mark.usefixtures("few_films")
 def test_command_errors(arguments, message):
     result = run(*arguments)
     assert result.exit_code == 2
