@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import importlib
 import os
 import shutil
 import signal
@@ -170,6 +171,13 @@ def backend(request, monkeypatch):
         return "cpu"
     serve_cuda(open_or_skip(request.param), monkeypatch)
     return "cuda"
+
+
+@pytest.fixture
+def small_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    """How fast the machine multiplies matrices does not matter in comparisons; emulated devices do it on the CPU."""
+    for name in ("CPU_PRODUCT", "GPU_PRODUCT"):
+        monkeypatch.setattr(importlib.import_module("hybridmf.compare"), name, 128)
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import subprocess
 import sys
 
 import numpy as np
@@ -76,7 +75,8 @@ def test_a_case_survives_the_pipe():
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory):
     folder = tmp_path_factory.mktemp("data")
-    data.prepare(str(folder), ["ml-20m", "shop"], "cpu", 0.01)
+    data.prepare(str(folder), ["ml-20m"], "cpu", 0.005)
+    data.prepare(str(folder), ["shop"], "cpu", 0.01)  # some of whose items have no entries
     return check.Bench(folder, "cpu")
 
 
@@ -240,7 +240,7 @@ def test_a_hang_and_a_crash_are_named_and_the_others_go_on(monkeypatch):
     monkeypatch.setattr(pool, "START_SECONDS", 0.0)
     lines, saved = [], []
     groups = [
-        [*fakes("hang", seconds=2.0), *fakes("after the hang", 2)],
+        [*fakes("hang", seconds=1.0), *fakes("after the hang", 2)],
         [*fakes("abort"), *fakes("after the crash", 2)],
         [*fakes("error"), *fakes("after the error", 2)],
         fakes("good", 5),
@@ -326,16 +326,18 @@ def test_a_record_of_all_cases_is_short():
     assert record["matrix"]["cases"] == len(found)
 
 
-def command(*arguments: object) -> subprocess.CompletedProcess[str]:
-    line = [sys.executable, str(ROOT / ".ci" / "gpu_cases.py"), *map(str, arguments)]
-    return subprocess.run(line, capture_output=True, text=True, check=False)
+@pytest.fixture
+def called(monkeypatch):
+    """The command line, whose cases run in processes of their own."""
 
-
-def test_fragments_of_other_kernels_are_refused(tmp_path, monkeypatch, capsys):
-    def called(*arguments):
+    def call(*arguments):
         monkeypatch.setattr(sys, "argv", ["gpu_cases.py", *map(str, arguments)])
         return gpu_cases.main()
 
+    return call
+
+
+def test_fragments_of_other_kernels_are_refused(tmp_path, called, capsys):
     old, new = (fragment(name, sha) for name, sha in (("tests", "a"), ("sanitizers", records.cuda_sha256())))
     for each in (old, new):
         records.write_json(tmp_path / f"{each['part']}.json", each)
@@ -348,7 +350,7 @@ def test_fragments_of_other_kernels_are_refused(tmp_path, monkeypatch, capsys):
     assert record["pytest"] == "not run" and record["cuda_sha256"] == records.cuda_sha256()
 
 
-def test_parts_from_the_command_line(tmp_path):
+def test_parts_from_the_command_line(tmp_path, called, capfd):
     options = [
         "--device",
         "cpu",
@@ -361,14 +363,11 @@ def test_parts_from_the_command_line(tmp_path):
         "--only",
         r"^cg .*shop f=16$",
     ]
-    done = command("run", "matrix", *options)
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert called("run", "matrix", *options) == 0, capfd.readouterr()
     plain = json.loads((tmp_path / "matrix.json").read_text())
     assert [case["status"] for case in plain["cases"].values()] == ["ok"] * 3
-    done = command(
-        "run", "matrix", "--delays", 3, *options
-    )  # the CPU ignores delays: the bits are those of the fragment
-    assert done.returncode == 0, done.stdout + done.stderr
+    # the CPU ignores delays: the bits are those of the fragment
+    assert called("run", "matrix", "--delays", 3, *options) == 0, capfd.readouterr()
     delayed = json.loads((tmp_path / "delays.json").read_text())
     assert (delayed["set"], delayed["delays"]) == ("delays", 3)
     assert {name: case["sha256"] for name, case in delayed["cases"].items()} == {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import inspect
 import threading
@@ -29,7 +30,7 @@ from support.emulated import EmulatedDevice
 from support.ranks import MODELS, Machine, assert_close, both, changed, entries, fit_rank, parts, sweeps, workers_on
 from support.ratings import planted
 
-MATRIX = planted(60, 40, 0.3)
+MATRIX = planted(24, 16, 0.4)
 MESSAGE = "cuda:1 is out of memory"
 
 SET_UP = [
@@ -138,16 +139,21 @@ def test_in_set_up(where: Any, watched: list[str], monkeypatch: pytest.MonkeyPat
         MODELS["explicit"](device=watched).fit(MATRIX)
 
 
+@functools.cache
+def items_of_iterations(*names: str) -> list[np.ndarray]:
+    """Factors of the items after each of two iterations that nothing interrupts."""
+    states: list[np.ndarray] = []
+    model = MODELS["biases"](iterations=2, device=list(names), random_state=0)
+    model.fit(MATRIX, callback=lambda model, record: states.append(model.item_factors.copy()))
+    return states
+
+
 @pytest.mark.parametrize("where", HALF_SWEEP + ONE_THREAD)
 def test_in_a_half_sweep(where: Any, watched: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """The model keeps the last half sweep that all ranks have completed."""
-    options: dict[str, Any] = {"device": watched, "random_state": 0}
-    states: list[Any] = []
-    MODELS["biases"](iterations=2, **options).fit(
-        MATRIX, callback=lambda model, record: states.append(model.item_factors)
-    )
+    states = items_of_iterations(*watched)
     fault = Fault(where, group.open_device(watched[1]), monkeypatch)
-    model = MODELS["biases"](iterations=3, **options)
+    model = MODELS["biases"](iterations=3, device=watched, random_state=0)
     with fault.raised():
         model.fit(MATRIX, callback=fault.arm)
     assert model.n_iter_ == 1
@@ -158,7 +164,7 @@ def test_in_a_half_sweep(where: Any, watched: list[str], monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("where", SPLIT_SIDE)
 def test_over_a_split_side(where: Any, watched: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    solver = MultiALS(*changed(parts("implicit", watched, MATRIX), batch_slots=100), grids=both((3, 1)))
+    solver = MultiALS(*changed(parts("implicit", watched, MATRIX), batch_slots=40), grids=both((3, 1)))
     sweeps(solver, 1)
     before = solver.state.on_host()
     fault = Fault(where, group.open_device(watched[1]), monkeypatch)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import weakref
 from collections import Counter
 from dataclasses import replace
@@ -74,9 +75,9 @@ def test_model_parallel_equals_one_gpu(name: str, gpus: Machine) -> None:
 def test_short_rows_are_solved_in_the_dual_form(name: str, gpus: Machine) -> None:
     """Bit for bit as on one GPU: each rank has the whole fixed side."""
     kinds = {"implicit": hmf.ImplicitALS, "explicit": functools.partial(hmf.ExplicitALS, biases=False)}
-    data, names, found = planted(60, 80, 0.1), gpus(2), {}
+    data, names, found = planted(40, 50, 0.1), gpus(2), {}
     for where, form in ((names, "dual"), ("cuda:0", "dual"), (names, "primal")):
-        model = kinds[name](32, regularization=0.1, iterations=2, random_state=0, device=where, row_form=form)
+        model = kinds[name](16, regularization=0.1, iterations=2, random_state=0, device=where, row_form=form)
         plan = make_plan(model._objective(), model._settings(), data.shape, data.nnz)
         ratings = LocalRatings(model, data).on_host(plan)
         state = model._initial_state(ratings, plan, model._objective())
@@ -311,9 +312,14 @@ def test_split_half_sweep_against_float64(name: str, grid: tuple[int, int], gpus
         np.testing.assert_allclose(solved.bias, exact.bias, atol=1e-4 * np.abs(exact.bias).max())
 
 
-@pytest.mark.parametrize("reduction", ["root", "two_phase"])
-@pytest.mark.parametrize("name", ["biases", "implicit cg"])
-@pytest.mark.parametrize("grid", [(4, 1), (2, 2)])
+@pytest.mark.parametrize(
+    ("grid", "name", "reduction"),
+    [
+        *itertools.product([(4, 1)], ["biases", "implicit cg"], ["root", "two_phase"]),
+        ((2, 2), "biases", "root"),
+        ((2, 2), "implicit cg", "two_phase"),
+    ],
+)
 def test_reductions_give_the_same(name: str, reduction: Any, grid: tuple[int, int], gpus: Machine) -> None:
     # steps of CG enlarge the rounding of another order of sums, in float32 by four orders of magnitude
     dtype, tolerance = ("float64", 1e-9) if "cg" in name else ("float32", 1e-4)

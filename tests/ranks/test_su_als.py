@@ -406,14 +406,16 @@ def test_batches_fit_and_leave_something_to_overlap() -> None:
 # ----------------------------------------------------------------------------------------------- compare, command line
 
 
+@pytest.mark.usefixtures("small_product")
 def test_compare_takes_lists() -> None:
     model = MODELS["explicit"](iterations=2)
-    result = hmf.compare("ml-1m", {"als": model}, devices=["cpu", ["cpu", "cpu"]], scale=0.02)
+    result = hmf.compare("ml-1m", {"als": model}, devices=["cpu", ["cpu", "cpu"]], scale=0.01)
     assert [run.device for run in result.runs] == ["cpu", "cpu+cpu"]
     assert result.agree and result.factor_differences["als", "cpu+cpu"] == 0
     assert "cpu+cpu" in str(result)
 
 
+@pytest.mark.usefixtures("small_product")
 def test_command_line_takes_lists(tmp_path: Any, ratings_matrix: sp.csr_array) -> None:
     entries = ratings_matrix.tocoo()
     lines = [f"{u},{i},{v}" for u, i, v in zip(entries.row, entries.col, entries.data, strict=True)]
@@ -425,6 +427,8 @@ def test_command_line_takes_lists(tmp_path: Any, ratings_matrix: sp.csr_array) -
     done = CliRunner().invoke(main, [*arguments, "--device", "cpu,gpu", "--iterations", "2"])
     assert done.exit_code == 2 and "device, a list of devices, holds" in done.output
     devices = ["--device", "cpu", "--device", "cpu,cpu", "--method", "als", "--method", "sgd-msgd"]
-    done = CliRunner().invoke(main, ["compare", "ml-1m", "--scale", "0.02", "--iterations", "2", *devices])
+    done = CliRunner().invoke(
+        main, ["compare", "ml-1m", "--scale", "0.01", "--factors", "4", "--iterations", "2", *devices]
+    )
     assert done.exit_code == 0, done.output
     assert "cpu+cpu" in done.output

@@ -143,7 +143,7 @@ def test_cpu_ranks_map_a_store(
     kind: str, ranks: int, store: hmf.Store, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:
     cls, given = CPU_KINDS[kind]
-    options = {"factors": 5, "iterations": 3, "random_state": 0} | given
+    options = {"factors": 5, "iterations": 2, "random_state": 0} | given
     monkeypatch.setattr(StoreMatrix, "load", None)  # no code may request all of it
     seen: list[Any] = []
     model = cls(device=["cpu"] * ranks, **options)
@@ -153,8 +153,8 @@ def test_cpu_ranks_map_a_store(
     np.testing.assert_array_equal(model.item_factors_, alone.item_factors_)
     np.testing.assert_allclose(seen, [record["objective"] for record in alone.history_], rtol=1e-6)
     assert model.plan_.streamed == "disk" and "streamed  from disk in slabs" in str(model.plan_)
-    resumed = cls(device="cpu", **options | {"iterations": 4}).fit(MATRIX, resume_from=tmp_path / "c")
-    straight = cls(device=["cpu"] * ranks, **options | {"iterations": 4}).fit(store)
+    resumed = cls(device="cpu", **options | {"iterations": 3}).fit(MATRIX, resume_from=tmp_path / "c")
+    straight = cls(device=["cpu"] * ranks, **options | {"iterations": 3}).fit(store)
     np.testing.assert_array_equal(resumed.user_factors_, straight.user_factors_)
 
 
@@ -171,15 +171,16 @@ def test_cpu_ranks_over_a_store_name_the_row_that_fails(tmp_path: Any) -> None:
 
 
 def ways(
-    store: hmf.Store, limit: int, monkeypatch: pytest.MonkeyPatch
+    store: hmf.Store, limit: int, monkeypatch: pytest.MonkeyPatch, few: bool = False
 ) -> Iterator[tuple[Any, dict[str, Any], tuple[str, bool]]]:
-    """(data, options, what the plan has to say) of each way slabs can come."""
+    """(data, options, what the plan has to say) of each way slabs can come; `few`: from ratings and from the disk."""
     limited = {"gpu_memory_limit": limit}
     yield MATRIX, limited, ("host", False)
     with monkeypatch.context() as patched:
         patched.setattr(StoreMatrix, "load", None)  # no code may request all of it
-        yield store, {}, ("disk", True)
-        yield store, limited, ("host", False)
+        if not few:
+            yield store, {}, ("disk", True)
+            yield store, limited, ("host", False)
         patched.setattr(system, "available_memory", lambda: 1000)
         yield store, limited, ("disk", False)
 
@@ -204,7 +205,7 @@ def test_the_bits_are_those_of_gpus_that_hold_their_ratings(
     assert whole.plan_.streamed == ""
     if not method.get("balance"):  # whose Gram matrices are added up over ranks
         np.testing.assert_array_equal(whole.user_factors, alone.user_factors)
-    for data, options, expected in ways(store, limit, monkeypatch):
+    for data, options, expected in ways(store, limit, monkeypatch, few=name != "biases"):
         model = fitted(name, data, names, **method, **options)
         assert (model.plan_.streamed, model.plan_.resident) == expected
         np.testing.assert_array_equal(model.user_factors, whole.user_factors)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -15,16 +16,13 @@ from hybridmf import cli, datasets
 from hybridmf.compare import Comparison, compare, default_models
 from hybridmf.errors import DeviceError
 from hybridmf.metrics import Interval
+from hybridmf.tools import demo
 from support.ratings import planted
 
 SMALL = planted(60, 40, 0.3)
 
 
-@pytest.fixture(autouse=True)
-def small_product(monkeypatch):
-    """How fast the machine multiplies matrices does not matter here; the emulated device multiplies on the CPU."""
-    for name in ("CPU_PRODUCT", "GPU_PRODUCT"):
-        monkeypatch.setattr(importlib.import_module("hybridmf.compare"), name, 128)
+pytestmark = pytest.mark.usefixtures("small_product")
 
 
 def als(**options):
@@ -320,11 +318,18 @@ def test_command_on_a_file(tmp_path):
     assert f"{hmf.split(liked, 0.1, random_state=0)[0].nnz:,} training" in run(tmp_path / "ratings.csv", *some).stdout
 
 
+@pytest.fixture
+def few_films(monkeypatch):
+    """Drawing the usual demo takes longer than a fit."""
+    monkeypatch.setattr(demo, "generate", partial(demo.generate, 400, 150))
+
+
+@pytest.mark.usefixtures("few_films")
 def test_command_on_shapes_and_the_demo():
-    assert run("ml-1m", "--scale", 0.02, "--method", "als", "--iterations", 1, "--device", "cpu").exit_code == 0
+    small = ("--method", "als", "--factors", 4, "--iterations", 1, "--device", "cpu")
+    assert run("ml-1m", "--scale", 0.02, *small).exit_code == 0
     for feedback in ("explicit", "implicit"):
-        options = ("--feedback", feedback, "--method", "als", "--factors", 4, "--iterations", 1, "--device", "cpu")
-        result = run("demo", *options)
+        result = run("demo", "--feedback", feedback, *small)
         assert result.exit_code == 0, result.output
         assert "invented films" in result.stdout
 
@@ -346,6 +351,7 @@ def test_command_fails_where_devices_disagree(monkeypatch):
         (["demo", "--iterations", 0], "iterations"),
     ],
 )
+@pytest.mark.usefixtures("few_films")
 def test_command_errors(arguments, message):
     result = run(*arguments)
     assert result.exit_code == 2

@@ -90,6 +90,7 @@ def test_scikit_learn_lends_notebooks_no_view_of_its_own(stars: hmf.Ratings) -> 
     assert "not fitted" in hmf.ExplicitALS()._repr_html_()
 
 
+@pytest.mark.usefixtures("small_product")
 def test_evaluations_comparisons_and_searches(stars: hmf.Ratings) -> None:
     train, test = hmf.split(stars, test_size=0.3, random_state=0)
     model = hmf.ImplicitALS(factors=3, iterations=2, random_state=0).fit(train)

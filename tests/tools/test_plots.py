@@ -141,6 +141,7 @@ def test_recall_curves_are_those_of_evaluate(parts, model):
 # ------------------------------------------------------------------------------------------------------- comparisons
 
 
+@pytest.mark.usefixtures("small_product")
 def test_bars_start_at_zero():
     models = [hmf.ExplicitALS(3, iterations=3, solver=solver) for solver in ("cholesky", "cg")]
     result = hmf.compare(RATINGS, models, devices=["cpu"])

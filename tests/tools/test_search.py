@@ -45,8 +45,8 @@ def plays() -> hmf.Ratings:
 
 @pytest.fixture(scope="module")
 def few() -> hmf.Ratings:
-    """A quarter of them, for kernels that are emulated."""
-    return hmf.datasets.synthetic("ml-1m", feedback="implicit", scale=0.015, seed=0)
+    """Few rows, for kernels that are emulated."""
+    return hmf.Ratings.from_matrix(planted(40, 30, 0.3))
 
 
 @pytest.fixture(scope="module")
@@ -59,9 +59,9 @@ def told(result: hmf.SearchResult) -> list[Any]:
 
 
 def test_a_number_of_trials_and_a_seed_decide_everything(plays):
-    one, again, other = (hmf.search(plays, trials=12, random_state=seed) for seed in (0, 0, 1))
+    one, again, other = (hmf.search(plays, trials=8, random_state=seed) for seed in (0, 0, 1))
     assert told(one) == told(again) != told(other)
-    assert len(one.trials) <= 12
+    assert len(one.trials) <= 8
     np.testing.assert_array_equal(one.best.item_factors_, again.best.item_factors_)
 
 
@@ -376,7 +376,8 @@ def test_settings_are_first_compared_at_half_the_rank(plays, monkeypatch):
 def test_trials_on_a_gpu_share_one_upload(few, gpu, monkeypatch):
     sources, place = [], LocalRatings.place
     monkeypatch.setattr(LocalRatings, "place", lambda it, plan: sources.append(it.prepared) or place(it, plan))
-    hmf.search(few, space={"factors": [4]}, trials=3, device="cuda", random_state=0)
+    model = hmf.ImplicitALS(iterations=3, device="cuda")
+    hmf.search(few, model=model, space={"factors": [4]}, trials=3, random_state=0)
     assert sources[:-1] == [sources[0]] * (len(sources) - 1)
     assert len(sources) > 3 and sources[0].device == "cuda:0" and sources[-1] is None  # all ratings
 
@@ -404,8 +405,9 @@ def test_settings_are_fitted_whole_where_partial_fits_are_not_cheap(few, gpu, mo
         assert value["ndcg@10"] == trial.value
     monkeypatch.setattr(module, "TRIAL_SECONDS", 0.0)
     monkeypatch.setattr(module, "ROW_SECONDS", 0.0)
-    halved = found(rank=32)
-    assert {(trial.iterations, trial.params["factors"]) for trial in halved.trials} >= {(1, 16)}
+    monkeypatch.setattr(module, "LEAST_RANK", 4)
+    halved = found()
+    assert {(trial.iterations, trial.params["factors"]) for trial in halved.trials} >= {(1, 4)}
     searched = found("cpu", 32)
     monkeypatch.undo()
     assert told(found("cpu", 32)) == told(searched)
@@ -457,8 +459,8 @@ def test_trials_are_ranked_where_their_factors_are(few, gpu, monkeypatch):
 
 
 def test_factors_that_stay_on_the_device_are_those_of_a_fit(few, backend):
-    usual = hmf.ImplicitALS(8, device=backend, random_state=0).fit(few)
-    model = hmf.ImplicitALS(8, device=backend, random_state=0)
+    usual = hmf.ImplicitALS(8, iterations=2, device=backend, random_state=0).fit(few)
+    model = hmf.ImplicitALS(8, iterations=2, device=backend, random_state=0)
     stays = Fit(model, LocalRatings(model, few), Options(on_device=True)).run()
     for found, expected in zip(stays.recommend(np.arange(20)), usual.recommend(np.arange(20)), strict=True):
         np.testing.assert_array_equal(found, expected)
@@ -483,8 +485,8 @@ def test_brief_trials_run_side_by_side_and_depend_on_the_seed_only(few, gpu, mon
 
     def found(**options: Any) -> Any:
         most.clear()
-        model = hmf.ImplicitALS(4, iterations=1, device="cuda")
-        return told(hmf.search(few, model=model, trials=14, random_state=0, **{"space": {"factors": [4]}} | options))
+        model, given = hmf.ImplicitALS(4, iterations=1, device="cuda"), {"space": {"factors": [4]}, "trials": 10}
+        return told(hmf.search(few, model=model, random_state=0, **given | options))
 
     monkeypatch.setattr(Searcher, "_fitted", watched)
     first = found()
@@ -494,11 +496,11 @@ def test_brief_trials_run_side_by_side_and_depend_on_the_seed_only(few, gpu, mon
     late[:] = [7]
     assert found() == first and most[: module.IN_TURN] == [1] * module.IN_TURN
     late.clear()
-    found(metric=lambda ranked, *_: np.zeros(len(ranked)))
+    found(metric=lambda ranked, *_: np.zeros(len(ranked)), trials=7)
     assert max(most) == 1
     monkeypatch.setattr(module, "BRIEF", 0.0)
     assert found() != first and max(most) == 1
-    found(space={"regularization": [(0.1, 0.2), (0.2, 0.1)]})  # pairs have no triple
+    found(space={"regularization": [(0.1, 0.2), (0.2, 0.1)]}, trials=3)  # pairs have no triple
 
 
 def test_points_with_the_same_values_of_lists_are_the_same_for_proposals(plays):
@@ -554,7 +556,7 @@ def test_proposals_find_a_maximum_and_end(few, gpu, monkeypatch):
     monkeypatch.setattr(Searcher, "_fitted", lambda searcher, trial, iterations: hmf.ImplicitALS(**trial.params))
     monkeypatch.setattr(Searcher, "measured", value)
     model = hmf.ImplicitALS(8, device="cuda", regularization=0.01)
-    found = hmf.search(few, model=model, space=space, trials=60, random_state=0)
+    found = hmf.search(few.binarize(), model=model, space=space, trials=60, random_state=0)
     assert 17 < found.best_params["regularization"] < 24
     assert module.PROPOSED_IDLE < len(found.trials) < 60
     assert {trial.state for trial in found.trials} == {"complete", "failed"}
@@ -793,7 +795,7 @@ def test_a_real_set(data_dir):
     """Better than the defaults, and also on entries that the search has not seen."""
     ratings = hmf.Ratings.from_file(data_dir / "lastfm-2k" / "user_artists.dat.gz")
     known, test = hmf.split(ratings, 0.2, 0)
-    found = hmf.search(known, model=hmf.ImplicitALS(32, iterations=6), trials=36, random_state=0)
+    found = hmf.search(known, model=hmf.ImplicitALS(32, iterations=6), trials=24, random_state=0)
     default = hmf.ImplicitALS(32, iterations=6, random_state=0).fit(known)
     ours, theirs = (hmf.evaluate(each, test, train=known, metrics="ndcg@10") for each in (found.best, default))
     assert found.best_value > found.default_value > found.popularity_value

@@ -116,7 +116,7 @@ def test_one_thread_gathers_for_all_ranks(fake, monkeypatch, counts):
 
 
 def test_a_failed_gather_of_nccl_stops_all_ranks(fake, monkeypatch):
-    fake.timeout = 0.5  # rank 0 has launched its part, and rank 1 never does
+    fake.timeout = 0.2  # rank 0 has launched its part, and rank 1 never does
     communicators = run_ranks(2, lambda control: NcclCommunicator(control, control.rank), timeout=20)
 
     def fails(*_):
@@ -130,7 +130,7 @@ def test_a_failed_gather_of_nccl_stops_all_ranks(fake, monkeypatch):
 
 def test_a_gather_that_is_interrupted_halfway_leaves_no_rank_waiting(fake, monkeypatch):
     """What was launched of the group would wait for the rest on its GPU, and whoever closes it for that."""
-    fake.timeout = 0.5  # rank 0 has launched its part, and rank 1 never does
+    fake.timeout = 0.2  # rank 0 has launched its part, and rank 1 never does
     communicators = run_ranks(2, lambda control: NcclCommunicator(control, control.rank), timeout=20)
 
     def interrupted(*_):
