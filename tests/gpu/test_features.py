@@ -169,9 +169,10 @@ def test_factors_that_exceed_a_gpu_stay_on_the_host(gpu, case, limit, stored, tm
             each, **features
         )
         for each, options in (
-            (ratings, {"device": "cuda", "gpu_memory_limit": limit + OF_FEATURES}), (MATRIX, {"device": "cpu", "assembly": "auto"}),
+            (ratings, {"device": "cuda", "gpu_memory_limit": limit + OF_FEATURES}),
+            (MATRIX, {"device": "cpu", "assembly": "auto"}),
         )
-    ]  # fmt: skip
+    ]
     assert models[0].plan_.offloaded
     assert (max(half.turns for half in models[0].plan_.scale.halves.values()) > 1) == (limit == TURNS_LIMIT)
     scores = [model.user_factors @ model.item_factors.T for model in models]

@@ -22,6 +22,7 @@ from hybridmf.ranks import group
 from support.cost_model import kernels_of
 from support.devices import NETFLIX, Tracked, plan_of
 from support.half_sweeps import FITS
+from support.marks import exhaustive
 
 pytestmark = pytest.mark.usefixtures("tiny_gpu")
 
@@ -111,18 +112,26 @@ def test_memory_of_several_gpus_stays_within_the_plan(
     assert max(each.peak for each in tracked) <= plan.total_bytes <= limit
 
 
-@pytest.mark.parametrize("name", ["one row", "last rows"])
-def test_the_bits_of_long_rows_are_those_of_a_fit_that_holds_all(name: str, gpu: Any) -> None:
+@pytest.mark.parametrize(
+    ("name", "kind", "limit"),
+    [
+        ("one row", "implicit", 57_250),
+        ("one row", "biases", 60_800),
+        ("last rows", "explicit", 75_000),
+        exhaustive("one row", "explicit", 57_250),
+        exhaustive("last rows", "implicit", 75_000),
+        exhaustive("last rows", "biases", 79_000),
+    ],
+)
+def test_the_bits_of_long_rows_are_those_of_a_fit_that_holds_all(name: str, kind: str, limit: int, gpu: Any) -> None:
     """Solutions of slabs are written where they stay, and rows longer than other slabs have slabs of their own."""
-    limits = {"one row": (57_250, 60_800), "last rows": (75_000, 79_000)}[name]
-    for kind in FITS:
-        streamed = fitted(kind, skewed(name), gpu_memory_limit=limits[kind == "biases"])
-        whole = fitted(kind, skewed(name), row_form="primal")
-        assert (streamed.plan_.streamed, whole.plan_.streamed) == ("host", "")
-        halves = streamed.plan_.scale.halves.values() if streamed.plan_.factors_on_host else ()
-        assert all(half.turns == 1 for half in halves)  # parts of rows would be added in another order
-        np.testing.assert_array_equal(streamed.user_factors, whole.user_factors)
-        np.testing.assert_array_equal(streamed.item_factors, whole.item_factors)
+    streamed = fitted(kind, skewed(name), gpu_memory_limit=limit)
+    whole = fitted(kind, skewed(name), row_form="primal")
+    assert (streamed.plan_.streamed, whole.plan_.streamed) == ("host", "")
+    halves = streamed.plan_.scale.halves.values() if streamed.plan_.factors_on_host else ()
+    assert all(half.turns == 1 for half in halves)  # parts of rows would be added in another order
+    np.testing.assert_array_equal(streamed.user_factors, whole.user_factors)
+    np.testing.assert_array_equal(streamed.item_factors, whole.item_factors)
 
 
 @pytest.mark.parametrize("side", SIDES)
