@@ -76,9 +76,10 @@ METHODS = [
 @pytest.mark.parametrize(
     ("streamed", "kind", "method"),
     [
-        *(("host", *method) for method in METHODS),
+        *(("host", *method) for method in (METHODS[0], *METHODS[3:])),
         *((source, *METHODS[0]) for source in ("resident", "ratings")),
         ("disk", *METHODS[2]),
+        *(exhaustive("host", *method) for method in METHODS[1:3]),
         *(exhaustive(source, *method) for source in ("resident", "ratings", "disk") for method in METHODS[3:]),
     ],
     indirect=["streamed"],
