@@ -206,12 +206,12 @@ def test_negative_and_zero_feedback(device):
 @pytest.mark.parametrize("warm", [False, True])
 def test_cg_is_textbook_conjugate_gradients(device, assembly, name, rank, warm):
     rank -= OBJECTIVES[name].biases
-    problem = Problem(planted(), OBJECTIVES[name], rank)
-    start = random_factors(60, rank, np.float32, problem.objective.biases, seed=5)
+    problem = Problem(planted()[[0, 7, 30, 59]], OBJECTIVES[name], rank)
+    start = random_factors(4, rank, np.float32, problem.objective.biases, seed=5)
     for steps in (1, 3, 8):
         solved = problem.solve(device, start if warm else None, assembly=assembly, solver="cg", cg_steps=steps)
-        assert not joined(solved)[30].any()
-        for row in (0, 7, 59):
+        assert not joined(solved)[2].any()  # the row without entries
+        for row in (0, 1, 3):
             A, b = dense_system(problem.matrix, row, problem.fixed, problem.mean, problem.objective)
             first = joined(start)[row] if warm else np.zeros(len(b))
             expected = reference.conjugate_gradient(A, b, first, steps)
@@ -495,8 +495,13 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("kind", ["explicit", "implicit"])
-@pytest.mark.parametrize("assembly", VARIANTS)
+@pytest.mark.parametrize(
+    ("assembly", "kind"),
+    [
+        *((assembly, "implicit") for assembly in VARIANTS),
+        *((assembly, "explicit") for assembly in ("mo_als_plain", "bals", "sparse_syrk_published")),
+    ],
+)
 def test_a_fit_takes_published_kernels_by_name(kind, assembly, gpu, monkeypatch):
     launched, get_kernel = [], launch.get_kernel
 
@@ -719,7 +724,7 @@ def test_factors_move_to_the_device_that_asks(device):
         exhaustive(hmf.ExplicitALS, {"factors": 3, "precision": "bf16x3"}),
         (hmf.ImplicitALS, {"factors": 7, "dtype": "float64"}),
         (hmf.ExplicitALS, {"factors": 7, "assembly": "sparse_syrk", "solver": "cg"}),
-        (hmf.ImplicitALS, {"factors": 100}),  # which are solved apart, by kernels that other tests compile as well
+        (hmf.ImplicitALS, {"factors": 90}),  # which are solved apart, by kernels that other tests compile as well
         exhaustive(hmf.ExplicitALS, {"factors": 120}),
     ],
 )

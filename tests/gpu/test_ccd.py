@@ -114,11 +114,20 @@ def assert_close(state: State, expected: State, tolerance: float) -> None:
 # ---------------------------------------------------------------------------------------------------- factors
 
 
-@pytest.mark.parametrize("config", CONFIGS)
-@pytest.mark.parametrize(("rank", "inner", "nonnegative"), [(1, 1, False), (2, 3, True), (5, 1, False)])
-@objectives
-def test_iterations_equal_the_reference(device, config, rank, inner, nonnegative, objective):
-    matrix = uneven()
+@pytest.mark.parametrize(
+    ("rank", "inner", "nonnegative", "config", "name"),
+    [
+        *((2, 3, True, config, name) for config in CONFIGS for name in OBJECTIVES),
+        (1, 1, False, "tiles", "factors alone"),
+        (1, 1, False, "gathered", "biases"),
+        (5, 1, False, "chosen", "factors alone"),
+        (5, 1, False, "one tile", "biases"),
+        (5, 1, False, "tiles", "biases"),
+        (5, 1, False, "gathered", "factors alone"),
+    ],
+)
+def test_iterations_equal_the_reference(device, rank, inner, nonnegative, config, name):
+    matrix, objective = uneven(), OBJECTIVES[name]
     start = start_of(matrix, rank, objective)
     one = swept(solver(device, matrix, start, objective, inner, nonnegative, config), 2)
     expected = reference.ccd(matrix, start, objective, 2, inner, nonnegative)
@@ -141,7 +150,7 @@ def test_float64(device, config, objective):
 def test_penalty_of_biases(device, lambda_b, scaling):
     matrix, objective = uneven("float64"), Objective.explicit(0.2, scaling, True, lambda_b)
     start = start_of(matrix, 2, objective)
-    one = swept(solver(device, matrix, start, objective))
+    one = swept(solver(device, matrix, start, objective, config="one tile"))
     expected = reference.ccd(matrix, start, objective, 1)
     assert_close(one.state, expected, 1e-11)
     assert one.objective_value() == pytest.approx(reference.objective_value(matrix, expected, objective), rel=1e-11)
@@ -248,8 +257,13 @@ def test_a_rerun_and_a_resumed_run_give_the_same_bits(device, config, objective)
             assert np.array_equal(first.side(side).bias, resumed.side(side).bias)
 
 
-@pytest.mark.parametrize(("blocks", "threads"), [(1, 32), exhaustive(3, 128), (40, 32)])
-@pytest.mark.parametrize("config", ["tiles", "gathered"])
+@pytest.mark.parametrize(
+    ("config", "blocks", "threads"),
+    [
+        ("tiles", 1, 32), ("tiles", 40, 64), ("gathered", 40, 64),
+        exhaustive("tiles", 3, 128), exhaustive("gathered", 3, 128), exhaustive("gathered", 1, 32),
+    ],
+)  # fmt: skip
 def test_the_division_into_blocks_does_not_change_the_bits(device, monkeypatch, config, blocks, threads):
     matrix = uneven()
     start = start_of(matrix, 2)
@@ -307,8 +321,9 @@ def residual_of(one: GpuCCD, side) -> np.ndarray:
     return dense
 
 
-@pytest.mark.parametrize("nonnegative", [False, True])
-@objectives
+@pytest.mark.parametrize(
+    ("nonnegative", "objective"), [(False, COUNT), (True, BIASED)], ids=["factors alone", "nonnegative-biases"]
+)
 def test_the_objective_never_rises(device, nonnegative, objective):
     matrix = as_csr(planted(), dtype="float32")
     degrees = np.diff(matrix.indptr), np.bincount(matrix.indices, minlength=matrix.shape[1])
@@ -393,7 +408,7 @@ def test_estimator(device, monkeypatch, biases):
             importlib.import_module("hybridmf.plan.dispatch"), "find_gpu", lambda asked: (device.spec, "asked for")
         )
     matrix = planted()
-    options = {"factors": 3, "iterations": 4, "random_state": 0, "inner_iterations": 2, "biases": biases}
+    options = {"factors": 3, "iterations": 2, "random_state": 0, "inner_iterations": 2, "biases": biases}
     on_gpu = hmf.CCD(device="cuda", **options).fit(matrix)
     on_cpu = hmf.CCD(device="cpu", **options).fit(matrix)
     assert on_gpu.device_.startswith("cuda:")
@@ -404,8 +419,9 @@ def test_estimator(device, monkeypatch, biases):
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (17, 300), (300, 17)])
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-@objectives
+@pytest.mark.parametrize(
+    ("dtype", "objective"), [("float32", BIASED), ("float64", COUNT)], ids=["float32-biases", "float64-factors alone"]
+)
 def test_memory_is_within_what_is_planned(device, monkeypatch, shape, dtype, objective):
     if device.spec.name != "emulated":
         pytest.skip("allocations are counted where they are emulated")

@@ -9,10 +9,11 @@ from hybridmf.gpu.fused import FusedKernels
 from hybridmf.gpu.launch import DeviceEntries
 from hybridmf.gpu.systems import SideSystems
 from hybridmf.plan.fused import BLOCK, FusedConfig
+from support.marks import exhaustive
 from support.partials import partial_of
 
 
-@pytest.mark.parametrize("rank", [85, 96, 100, 120])
+@pytest.mark.parametrize("rank", [exhaustive(85), 90, 96, exhaustive(100), 120])
 def test_elements_that_kernels_do_not_store_do_not_matter(device, rank):
     """Elements beyond the rank, and the upper right quarters of the blocks on the diagonal."""
     rng = np.random.default_rng(0)

@@ -67,7 +67,7 @@ def test_auto_takes_the_dual_form_up_to_a_share_of_the_rank(device):
 
 
 def test_auto_takes_the_dual_form_up_to_64_entries_where_systems_are_solved_apart(device):
-    problem = Problem(rows_of((48, 49, 64, 65), 80), DUAL["explicit"], 96)
+    problem = Problem(rows_of((48, 49, 64, 65), 80), DUAL["implicit"], 90)
     auto, dual, primal = (solved_by(device, problem, form) for form in ("auto", "dual", "primal"))
     np.testing.assert_array_equal(auto, dual)
     assert (auto[:3] != primal[:3]).any(axis=1).all()
@@ -76,7 +76,7 @@ def test_auto_takes_the_dual_form_up_to_64_entries_where_systems_are_solved_apar
 
 @pytest.mark.parametrize("count", [1, 3])
 def test_solutions_change_back_in_parts(device, count, monkeypatch):
-    problem = Problem(rows_of((5, 4, 3, 2, 1), 30), DUAL["implicit"], 8)
+    problem = Problem(rows_of((5, 4, 3, 2, 1), 30), DUAL["implicit"], 32)
     whole = solved_by(device, problem, "dual")
     monkeypatch.setattr(dual, "ROWS_AT_ONCE", count)
     np.testing.assert_allclose(solved_by(device, problem, "dual"), whole, rtol=1e-6)
@@ -104,12 +104,12 @@ def test_the_basis_turns_the_matrix_into_the_unit_matrix(device):
 def test_failures_name_the_row(device):
     """A basis that does not exist, and values that are not finite."""
     matrix = rows_of((0, 2, 3), 30)
-    flat = Problem(matrix, Objective("implicit", 1e-30, alpha=1.0), 8)
+    flat = Problem(matrix, Objective("implicit", 1e-30, alpha=1.0), 32)
     flat.fixed.matrix[:] = flat.fixed.matrix[:, :1]  # all columns alike
     with pytest.raises(NotPositiveDefiniteError, match="user 1 "):
         flat.solve(device, row_form="dual")
     for name in ("explicit", "implicit"):
-        broken = Problem(matrix, DUAL[name], 8)
+        broken = Problem(matrix, DUAL[name], 32)
         broken.fixed.matrix[broken.matrix.indices[-1]] = np.inf
         with pytest.raises(NonFiniteError, match="user "):
             broken.solve(device, row_form="dual")
@@ -117,7 +117,7 @@ def test_failures_name_the_row(device):
 
 @pytest.mark.parametrize("name", ["explicit", "implicit"])
 def test_arrays_are_checked_once_for_all_sizes(device, name):
-    problem = Problem(rows_of((5, 4, 3, 2, 1), 30), DUAL[name], 8)
+    problem = Problem(rows_of((5, 4, 3, 2, 1), 30), DUAL[name], 32)
     half = problem.half(device, row_form="dual")
     half.indptr = half.indptr[1:]
     with pytest.raises(TypeError, match=r"indptr must be int64, C order, shape \(6,\); got int64, shape \(5,\)"):
@@ -128,8 +128,8 @@ def test_arrays_are_checked_once_for_all_sizes(device, name):
 @pytest.mark.parametrize(("model", "factors"), [(hmf.ImplicitALS, 32), (hmf.ExplicitALS, 31)])
 def test_fits_and_fold_in_of_all_forms_agree(device, model, factors, monkeypatch):
     serve_cuda(device, monkeypatch)
-    matrix = planted(60, 80, 0.1)
-    options = {"iterations": 3, "random_state": 0, "device": "cuda", "factors": factors, "regularization": 0.1}
+    matrix = planted(30, 40, 0.2)
+    options = {"iterations": 2, "random_state": 0, "device": "cuda", "factors": factors, "regularization": 0.1}
     forms = {form: model(row_form=form, **options).fit(matrix) for form in ("auto", "primal", "dual")}
     assert forms["dual"].plan_.dual_sides == forms["auto"].plan_.dual_sides == ("user", "item")
     assert forms["primal"].plan_.dual_sides == ()

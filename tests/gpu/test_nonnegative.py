@@ -126,7 +126,7 @@ def test_matrices_that_do_not_fit_in_shared_memory(device, rank, dtype, warps):
 
 @pytest.mark.parametrize("place", ["memory", exhaustive("store")])
 def test_users_left_above_their_minima_are_finished(place, device, monkeypatch, tmp_path, caplog):
-    """The kernel ends after its last sweep at 1.8 times the minimum of these nearly singular systems."""
+    """The kernel ends after its last sweep at twice the minimum of these nearly singular systems."""
     serve_cuda(device, monkeypatch)
     rng = np.random.default_rng(3)
     rank, n_items, lambda_, alpha = int(rng.choice([8, 20, 40, 64])), 20, 1.5e-5, 1600.0
@@ -135,7 +135,7 @@ def test_users_left_above_their_minima_are_finished(place, device, monkeypatch, 
     if rng.random() < 0.5:
         items = np.abs(rng.normal(size=(n_items, 3))) @ np.abs(rng.normal(size=(3, rank)))
         items += 0.05 * np.abs(rng.normal(size=items.shape))
-    matrix = sp.csr_array((rng.random((12, n_items)) < 0.5) * rng.integers(1, 6, (12, n_items)).astype(float))
+    matrix = sp.csr_array((rng.random((4, n_items)) < 0.5) * rng.integers(1, 6, (4, n_items)).astype(float))
 
     def fit(where: str):
         model = hmf.ImplicitALS(
@@ -144,7 +144,7 @@ def test_users_left_above_their_minima_are_finished(place, device, monkeypatch, 
         )  # fmt: skip
         return model.fit(matrix if place == "memory" else store, freeze="item")
 
-    store = hmf.convert(matrix, tmp_path / "store", slab_bytes=400)
+    store = hmf.convert(matrix, tmp_path / "store", slab_bytes=200)
     exact = fit("cpu").objective(matrix)
     with caplog.at_level("INFO"):
         model = fit("cuda")
@@ -154,14 +154,14 @@ def test_users_left_above_their_minima_are_finished(place, device, monkeypatch, 
     np.testing.assert_allclose(folded, model.user_factors_ @ model.item_factors_.T, rtol=1e-3, atol=1e-3)
     assert "nonnegative users that the GPU left above their minima" in caplog.text
     caplog.clear()
-    monkeypatch.setattr("hybridmf.model.exactness.MOST_ROWS", 5)
+    monkeypatch.setattr("hybridmf.model.exactness.MOST_ROWS", 2)
     assert fit("cuda").objective(matrix) > exact * 1.1
     assert "are not at their minima" in caplog.text and "use device='cpu'" in caplog.text
 
 
 def test_factors_that_overflow_are_refused(device):
-    fixed = Factors(np.full((120, 2), 1e30, np.float32))
-    problem = Problem(rows_of((5, 3), 120), OBJECTIVES["explicit"], 2, "float32", fixed)
+    fixed = Factors(np.full((120, 7), 1e30, np.float32))
+    problem = Problem(rows_of((5, 3), 120), OBJECTIVES["explicit"], 7, "float32", fixed)
     with pytest.raises(NonFiniteError, match="factors of user 0 became infinite or NaN"):
         problem.solve(device, nonnegative=True)
 

@@ -173,7 +173,7 @@ def test_fixed_rows_in_float16(device, kernel, rank, biases):
     check_walk(device, kernel, rank, biases=biases, read=np.float16)
 
 
-@pytest.mark.parametrize(("helpers", "slots"), [(1, 3), (3, 8)])
+@pytest.mark.parametrize(("helpers", "slots"), [(1, 3), exhaustive(3, 8)])
 def test_chunks_of_fixed_rows_in_float16(device, helpers, slots):
     config = BlockedConfig(stored_width(20, np.float16), 4, 16, helpers, slots, 2)
     lengths = (1, 16, 48, 49, 70, 190)
@@ -200,8 +200,9 @@ def test_every_width_on_a_gpu(device, kernel, rank, dtype, biases):
 @pytest.mark.parametrize(
     ("chunk", "helpers", "slots", "dtype"),
     [
-        exhaustive(16, 2, 4, np.float32), (16, 1, 3, np.float64), (16, 7, 9, np.float32),
-        (8, 3, 5, np.float32), exhaustive(8, 2, 4, np.float64), exhaustive(4, 3, 5, np.float32), (4, 1, 3, np.float64),
+        exhaustive(16, 2, 4, np.float32), (16, 1, 3, np.float64), exhaustive(16, 7, 9, np.float32),
+        (8, 3, 5, np.float32), exhaustive(8, 2, 4, np.float64), exhaustive(4, 3, 5, np.float32),
+        exhaustive(4, 1, 3, np.float64),
         exhaustive(4, 24, 26, np.float32),
     ],
 )  # fmt: skip
@@ -259,7 +260,7 @@ def test_a_long_row_without_entries(device):
     problem.compare(moved, losses, tasks=tasks)
 
 
-@pytest.mark.parametrize("helpers", [1, 4])
+@pytest.mark.parametrize("helpers", [exhaustive(1), 4])
 def test_rows_that_are_read_twice(device, helpers):
     """Too wide to be kept in registers between product and update; more chunks than slots."""
     config = BlockedConfig(stored_width(260, np.float32), 4, 8, helpers, helpers + 2)
@@ -290,8 +291,10 @@ def test_blocked_configs_fit(device):
     assert BlockedConfig.rule(128, 4, replace(small, shared_bytes=1)).chunk == 4
 
 
-@pytest.mark.parametrize("biases", [False, True])
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize(
+    ("dtype", "biases"),
+    [(np.float32, True), (np.float64, False), (np.float32, False), exhaustive(np.float64, True)],
+)
 def test_columns_move_while_rows_are_walked(device, dtype, biases):
     problem = Pass(device, rows_of(LENGTHS, 80), 7, dtype, biases)
     fixed, moved = map(problem.rows, problem.factors)
@@ -631,8 +634,7 @@ def test_long_rows_beside_the_others(long_row):
     assert launches == {1: ["blocked"] * 3, 7: both[::-1], 1000: ["centralized"] * 3}[long_row]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("biases", [False, True])
+@pytest.mark.parametrize(("ranks", "biases"), [(1, False), (2, True), exhaustive(1, True), exhaustive(2, False)])
 def test_rows_walk_range_after_range(monkeypatch, device, biases, ranks):
     """The fixed rows of a range stay in the cache; the updates and their order are those of a walk through all."""
     monkeypatch.setattr(plan_sgd, "RANGE_OF_L2", 1e-9)
@@ -862,8 +864,10 @@ def test_a_state_is_never_written_to(device):
     assert solver.state.user is not start.user
 
 
-@pytest.mark.parametrize("tall", [True, False])
-@pytest.mark.parametrize("precision", ["float32", "float16"])
+@pytest.mark.parametrize(
+    ("tall", "precision"),
+    [(True, "float32"), (False, "float16"), exhaustive(False, "float32"), exhaustive(True, "float16")],
+)
 def test_batch_hogwild_learns(device, precision, tall, monkeypatch):
     """Rows of the larger side are held; several workers, blocks one after the other where emulated."""
     monkeypatch.setattr(sgd, "WORKER_ENTRIES", 32)

@@ -138,7 +138,7 @@ def test_a_row_that_fails_is_named(device, monkeypatch):
 
 
 def test_bytes_of_a_half_sweep_are_planned(device, monkeypatch):
-    matrix = planted(400, 300, 0.1)
+    matrix = planted(120, 100, 0.2)
     problem = Problem(matrix, OBJECTIVES["implicit"], 24)
     half = problem.half(device, solver="subspace", block_size=8)
     tracked = Tracked(device, monkeypatch)

@@ -19,6 +19,7 @@ from hybridmf.gpu.launch import kernel_folder
 from hybridmf.gpu.topk import PackedItems, top_k, top_k_on_device
 from support import emulated, reference
 from support.builds import builds_of
+from support.marks import exhaustive
 
 
 def integer_factors(rows: int, rank: int, seed: int, dtype: Any = np.float32) -> np.ndarray:
@@ -82,7 +83,7 @@ def test_top_k_is_the_stable_sort_and_the_cpus(device, n_users, n_items, rank, n
     assert found[1].dtype == dtype
 
 
-@pytest.mark.parametrize("rank", [1, 7, 33, 100, 128])
+@pytest.mark.parametrize("rank", [1, 7, 33, exhaustive(100), 128])
 def test_ranks(device, rank):
     users, items = real_factors(9, rank, 0), real_factors(300, rank, 1)
     seen = random_seen(9, 300, 2)
@@ -92,11 +93,11 @@ def test_ranks(device, rank):
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize(("rank", "of_users", "of_items"), [(7, 1.0, 1.0), (40, 1e-18, 1e-18), (7, 1e18, 1e15)])
 def test_products_of_bytes_change_nothing(device, rank, of_users, of_items, dtype):
-    users = (real_factors(40, rank, 0, np.float64) * of_users).astype(dtype)
+    users = (real_factors(12, rank, 0, np.float64) * of_users).astype(dtype)
     items = (real_factors(200, rank, 1, np.float64) * of_items).astype(dtype)
     users[3], items[100:164], items[5] = 0, 0, 1e4 * items[5]
     items[:, 2] *= 30  # one factor outweighs the others: little is left of them in a byte
-    seen = random_seen(40, 200, 2)
+    seen = random_seen(12, 200, 2)
     longer = top_k(device, users, items, 100, seen=seen)
     for n in (1, 10, 60):
         found = [top_k(device, users, PackedItems(device, items, in_bytes=b), n, seen=seen) for b in (False, True)]
@@ -285,9 +286,9 @@ def test_candidates(device):
 def test_bounds_hold_and_prune(device, dtype, in_bytes):
     """The largest score of each group lies within its slack, and most groups are pruned where norms fall."""
     rank, n = 12, 10
-    users, items = real_factors(20, rank, 0, dtype), real_factors(4500, rank, 1, dtype, spread=1.5)
+    users, items = real_factors(8, rank, 0, dtype), real_factors(4500, rank, 1, dtype, spread=1.5)
     users[3] = 0
-    seen = random_seen(20, 4500, 2, 0.02)
+    seen = random_seen(8, 4500, 2, 0.02)
     packed = PackedItems(device, items, in_bytes=in_bytes)
     rows = (device.upload(seen.indptr.astype(np.int64)), device.upload(seen.indices))
     bounds = topk._bound_groups(packed, device.upload(users), rows, n)
@@ -298,7 +299,7 @@ def test_bounds_hold_and_prune(device, dtype, in_bytes):
     scores = np.where(seen.toarray(), -np.inf, users.astype(np.float64) @ items.astype(np.float64).T)[:, order]
     scores = np.pad(scores, ((0, 0), (0, packed.n_groups * 32 - 4500)), constant_values=-np.inf)
     scaling = stored[:, 3:].astype(int)  # 256 exponent + multiplier
-    largest = scores.reshape(20, -1, 32).max(axis=2) * np.ldexp(scaling & 255, -(scaling >> 8)) * packed.scale
+    largest = scores.reshape(8, -1, 32).max(axis=2) * np.ldexp(scaling & 255, -(scaling >> 8)) * packed.scale
     slack = stored[:, 1:2] * groups[:, 0] + stored[:, 2:3] * groups[:, 1]
     there = np.arange(packed.n_groups) < limits[:, None]
     approximate = words.view(np.float32)
@@ -405,14 +406,14 @@ def test_builds_name_kernels_of_the_file():
 
 
 @pytest.mark.parametrize("n", [10, 100])
-@pytest.mark.parametrize(("rank", "in_bytes"), [(20, False), (64, True), (600, False)])
+@pytest.mark.parametrize(("rank", "in_bytes"), [(7, False), (64, True), (600, False)])
 def test_programs_are_those_of_calls(device, monkeypatch, rank, in_bytes, n):
     monkeypatch.setattr(topk, "BYTE_GROUPS", 1 if in_bytes else topk.BYTE_GROUPS)
     used, kernel = [], device.kernel
     monkeypatch.setattr(device, "kernel", lambda *key: used.append(key) or kernel(*key))
     rng = np.random.default_rng(0)
-    users, items = (rng.normal(size=(count, rank)).astype(np.float32) for count in (5, 4200))
-    seen = sp.csr_array((rng.random((5, 4200)) < 0.1).astype(np.float32))
+    users, items = (rng.normal(size=(count, rank)).astype(np.float32) for count in (2, 500))
+    seen = sp.csr_array((rng.random((2, 500)) < 0.1).astype(np.float32))
     topk.top_k(device, users, items, n, seen=seen)
-    ahead = topk.programs(device.spec, rank, np.float32, 4200, n)
+    ahead = topk.programs(device.spec, rank, np.float32, 500, n)
     assert set(used) <= set(ahead) and len(set(ahead)) - len(set(used)) == in_bytes  # bytes or not depends on the items

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -9,7 +11,7 @@ from hybridmf.gpu import fused
 from hybridmf.gpu.launch import DeviceEntries
 from hybridmf.plan.fused import FusedConfig
 from support.devices import SPECS
-from support.marks import exhaustive
+from support.marks import mostly_exhaustive
 from support.partials import lower_of
 
 LENGTHS = (230, 65, 64, 33, 32, 31, 5, 1, 0)
@@ -61,9 +63,21 @@ def problem(device, kind: str, lengths=LENGTHS, rank: int = 128):
     return factors, entries, indices, outer, linear
 
 
-@pytest.mark.parametrize("precision", TOLERANCE)
-@pytest.mark.parametrize("kind", ["explicit", "implicit", exhaustive("offsets"), exhaustive("residual")])
-@pytest.mark.parametrize("rank", [97, exhaustive(104), exhaustive(111), exhaustive(120), 128])
+CASES = list(itertools.product((97, 104, 111, 120, 128), ("explicit", "implicit", "offsets", "residual"), TOLERANCE))
+
+
+@pytest.mark.parametrize(
+    ("rank", "kind", "precision"),
+    mostly_exhaustive(
+        CASES,
+        [
+            (97, "explicit", "float32"),
+            (97, "implicit", "bf16x3"),
+            (128, "explicit", "bf16x3"),
+            (128, "implicit", "float32"),
+        ],
+    ),
+)
 def test_sums_are_those_of_float64(hopper, rank, kind, precision):
     factors, entries, indices, outer, linear = problem(hopper, kind, rank=rank)
     kernels = fused.FusedKernels(
