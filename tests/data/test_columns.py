@@ -415,9 +415,14 @@ def test_files_of_lists_are_named(text, tmp_path):
 # ------------------------------------------------------------------------------------------------------------ exact ids
 
 
-@pytest.mark.parametrize("odd", ["-0", "007", "+1", "-01", "00"])
-@pytest.mark.parametrize("separator", [",", "::", "\t", " ", " \t"])
-@pytest.mark.parametrize("side", [0, 1])
+@pytest.mark.parametrize(
+    ("odd", "separator", "side"),  # each spelling and each separator on both sides
+    [
+        (odd, separator, (j + k) % 2)
+        for j, odd in enumerate(["-0", "007", "+1", "-01", "00"])
+        for k, separator in enumerate([",", "::", "\t", " ", " \t"])
+    ],
+)
 def test_ids_are_distinguished_by_their_text(odd, separator, side, tmp_path):
     rows = [["0", "0", "5"], ["1", "1", "4"], ["7", "7", "3"], ["-1", "-1", "2"], ["8", "8", "1"]]
     rows[-1][side] = odd

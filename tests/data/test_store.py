@@ -302,7 +302,7 @@ CHANGES = st.one_of(
 
 
 @given(st.integers(0, 1), st.lists(st.tuples(st.sampled_from(PATHS), CHANGES), min_size=1, max_size=2))
-@settings(max_examples=100)
+@settings(max_examples=60)
 def test_a_manifest_that_contradicts_itself_is_refused_or_harmless(zeros, changes):
     """Any field, with a checksum to match: the same ratings or a StoreError, nothing else."""
     path, text, expected = small_store(5 * zeros)
