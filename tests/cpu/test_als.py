@@ -212,7 +212,9 @@ def test_another_blas():
             assert called == {kind + name for name in (multiplied, "potrf", "potrs")}
     finally:
         _als.use_blas(None)
-    np.testing.assert_array_equal(solved_by(matrix, objective, 7, assembly="blas3").matrix, expected["blas3", "float32"])
+    np.testing.assert_array_equal(
+        solved_by(matrix, objective, 7, assembly="blas3").matrix, expected["blas3", "float32"]
+    )
 
 
 @pytest.mark.parametrize("tiles", [(1, 1), (1, 1000), (3, 7), (59, 39), (60, 40), (61, 41), (1000, 1)])

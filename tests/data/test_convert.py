@@ -530,7 +530,7 @@ def test_a_full_disk_at_any_point_is_reported_and_leaves_no_files(kind, tmp_path
         with monkeypatch.context() as patch:
             patch.setattr(os, "fsync", filling(os.fsync))
             try:
-                hmf.convert(source, tmp_path / "store", slab_bytes=600)
+                hmf.convert(source, tmp_path / "store", slab_bytes=1000)
                 break
             except OSError as error:
                 caught = error

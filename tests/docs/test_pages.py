@@ -10,6 +10,7 @@ the pages of COMMAND_PAGES the ``hybridmf`` lines of ``bash`` blocks run as well
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import inspect
 import io
@@ -287,6 +288,7 @@ def test_relative_links_resolve(page: Path) -> None:
             assert anchor in anchors_of(target.read_text(encoding="utf-8")), f"{page.name}: no heading for {link}"
 
 
+@functools.cache
 def all_code() -> str:
     return "\n".join(code_of(page.read_text(encoding="utf-8")) for page in PAGES)
 
