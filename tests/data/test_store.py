@@ -7,6 +7,7 @@ import functools
 import json
 import os
 import pickle
+import shutil
 import tempfile
 from collections.abc import Callable
 from contextlib import suppress
@@ -33,11 +34,18 @@ from support.stores import SLAB, assert_same_matrix
 # ------------------------------------------------------------------------------------------------------- damage
 
 
-@pytest.fixture
-def store(tmp_path) -> hmf.Store:
+@pytest.fixture(scope="module")
+def written(tmp_path_factory) -> Path:
     """`planted()` with labels, in slabs of a few rows."""
     ids = {"user_ids": [f"u{k}" for k in range(60)], "item_ids": np.arange(40) * 3}
-    return hmf.convert(hmf.Ratings.from_matrix(planted(), **ids), tmp_path / "store", slab_bytes=SLAB)
+    path = tmp_path_factory.mktemp("written") / "store"
+    return hmf.convert(hmf.Ratings.from_matrix(planted(), **ids), path, slab_bytes=SLAB).path
+
+
+@pytest.fixture
+def store(written, tmp_path) -> hmf.Store:
+    """A copy, to be damaged."""
+    return hmf.Store.open(shutil.copytree(written, tmp_path / "store"))
 
 
 def rewrite_manifest(store: hmf.Store, **changes: Any) -> None:
