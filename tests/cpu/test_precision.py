@@ -23,7 +23,7 @@ from support.ratings import planted, rows_of
 
 def two_users() -> sp.csr_array:
     """Each item has two ratings: item factors span two dimensions, and lambda alone makes user systems definite."""
-    return sp.csr_array(np.random.default_rng(0).integers(1, 6, (2, 40_000)).astype(np.float32))
+    return sp.csr_array(np.random.default_rng(0).integers(1, 6, (2, 20_000)).astype(np.float32))
 
 
 def fit(regularization: float, dtype: str = "float32", **options):

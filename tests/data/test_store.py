@@ -229,8 +229,11 @@ def test_values_that_contradict_the_manifest(zeros, tmp_path):
     matrix.data[: 2 * zeros : 2] = 0
     ratings = hmf.Ratings.from_matrix(matrix)
 
+    right = hmf.convert(ratings, tmp_path / "right", slab_bytes=SLAB).path
+
     def changed(change, name="user-000000.values.npy"):
-        store = hmf.convert(ratings, tmp_path / "store", slab_bytes=SLAB, overwrite=True)
+        shutil.rmtree(tmp_path / "store", ignore_errors=True)
+        store = hmf.Store.open(shutil.copytree(right, tmp_path / "store"))
         return replace_array(store, name, change(np.load(store.path / name)))
 
     def swapped(values):
