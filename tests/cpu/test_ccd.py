@@ -281,8 +281,8 @@ def test_minimum_is_that_of_als(seed, scaling, lambda_b):
     options = {"factors": 2, "regularization": 0.2, "regularization_scaling": scaling, "dtype": "float64",
                "biases": lambda_b is not None, "bias_regularization": lambda_b, "random_state": seed, "device": "cpu",
                "num_threads": 1}  # fmt: skip
-    ccd = hmf.CCD(iterations=250, **options).fit(dense)
-    als = hmf.ExplicitALS(iterations=250, **options).fit(dense)
+    ccd = hmf.CCD(iterations=400, **options).fit(dense)
+    als = hmf.ExplicitALS(iterations=400, **options).fit(dense)
     assert ccd.objective(dense) == pytest.approx(als.objective(dense), rel=1e-8)
     pairs = np.indices(dense.shape).reshape(2, -1)
     np.testing.assert_allclose(ccd.predict(*pairs), als.predict(*pairs), atol=1e-4)
