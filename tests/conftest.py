@@ -181,6 +181,13 @@ def small_product(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def without_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pictures are drawn where their axes lie at first: to measure all texts for a layout takes half of the time."""
+    layout_engine = pytest.importorskip("matplotlib.layout_engine")
+    monkeypatch.setattr(layout_engine.ConstrainedLayoutEngine, "execute", lambda self, figure: None)
+
+
+@pytest.fixture
 def forget_devices(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Forget devices opened by other tests, and the memory limit of the caller's environment."""
     monkeypatch.delenv(MEMORY_LIMIT, raising=False)

@@ -59,7 +59,7 @@ def test_a_comparison_is_recorded_and_reported(bench, tmp_path):
     ratings, features = made()
     data = bench.Data(ratings, features, ["a", "b", "c"])
     chosen = {name: method for name, method in bench.METHODS.items() if method.package == "hybridmf"}
-    bench.compare("made up", "kinds", data, chosen, trials=8, seed=0)
+    bench.compare("made up", "kinds", data, chosen, trials=4, seed=0)
     lines = [json.loads(text) for text in (tmp_path / "features.jsonl").read_text().splitlines()]
     assert [line["method"] for line in lines] == list(chosen)
     found = {line["method"]: line["ndcg@10"] for line in lines}

@@ -25,7 +25,7 @@ import paper_cumf  # noqa: E402
 import paper_msgd  # noqa: E402
 import paper_race  # noqa: E402
 
-SMALL = ["--shape", "ml-1m", "--scale", "0.05", "--factors", "8", "--threads", "1"]
+SMALL = ["--shape", "ml-1m", "--scale", "0.02", "--factors", "8", "--threads", "1"]
 
 
 @pytest.fixture
@@ -55,7 +55,8 @@ CPU_TASKS = {"paper_cumf": {"convergence", "cost"}, "paper_msgd": {"sequential",
 
 
 @pytest.mark.parametrize("script", [paper_cumf, paper_msgd], ids=lambda script: script.NAME)
-def test_lines_and_pages(results, script):
+def test_lines_and_pages(results, undrawn, script):
+    """Pictures of both scripts are drawn by test_evidence.py, and those of a page twice."""
     invoke(script, *SMALL)
     lines = lines_of(results, script.NAME)
     assert {line["task"] for line in lines} == CPU_TASKS[script.NAME]
@@ -73,11 +74,11 @@ def test_lines_and_pages(results, script):
         pages.append({path.name: path.read_bytes() for path in folder.iterdir()})
     assert pages[0] == pages[1]
     page = pages[0][script.NAME.removeprefix("paper_") + ".md"].decode()
-    assert "ml-1m x 0.05" in page and paper_common.NOT_MEASURED in page  # what needs a GPU
+    assert "ml-1m x 0.02" in page and paper_common.NOT_MEASURED in page  # what needs a GPU
     for line in lines:
         assert line.get("method", "") in page
     for name in (name for name in pages[0] if name.endswith(".svg")):
-        assert f"({name})" in page and len(pages[0][name]) < 100_000
+        assert f"({name})" in page
 
 
 def test_only_rendered_sections_change(results):

@@ -235,9 +235,8 @@ def tiny_papers(paper: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_script_measures_both_and_the_page_takes_its_lines(
-    paper: Any, device: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    paper: Any, undrawn: None, device: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    pytest.importorskip("matplotlib")
     serve_cuda(device, monkeypatch)
     tiny_papers(paper, monkeypatch)
     monkeypatch.setattr(Sample, "draw", lambda *_: SAMPLE)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import importlib
 import json
 import os
 import re
@@ -133,8 +132,8 @@ def test_a_store_that_does_not_fit_into_memory_becomes_a_store_only(store, tmp_p
     assert sorted(path.name for path in tmp_path.iterdir()) == ["other", "store"]
 
 
-def test_methods_are_compared_on_a_store(store, monkeypatch):
-    monkeypatch.setattr(importlib.import_module("hybridmf.compare"), "CPU_PRODUCT", 64)  # what a product takes
+@pytest.mark.usefixtures("small_product")
+def test_methods_are_compared_on_a_store(store):
     options = ("--method", "als", "--device", "cpu", "--factors", 2, "--iterations", 2, "--quiet")
     assert succeed("compare", f"{store}/", *options).startswith("store: 90 users x 60 items, ")
 

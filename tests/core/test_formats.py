@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import pytest
 import scipy.sparse as sp
@@ -68,7 +70,7 @@ def test_bals_arrays_of_the_papers_example():
     assert "2 x 3" in repr(bals)
 
 
-@settings(max_examples=120)
+@settings(max_examples=60)
 @given(matrices(), st.integers(1, 30), st.integers(1, 30), st.sampled_from([1, 2, 3]))
 def test_bals_equals_the_definition_and_round_trips(matrix, tile_rows, tile_cols, threads):
     bals = formats.BalsMatrix.from_csr(matrix, tile_rows, tile_cols, num_threads=threads)
@@ -79,6 +81,7 @@ def test_bals_equals_the_definition_and_round_trips(matrix, tile_rows, tile_cols
     assert_same_csr(bals.to_csr(num_threads=threads), matrix)
 
 
+@functools.cache
 def big_matrix(m: int = 3000, n: int = 700, nnz: int = 90_000, seed: int = 0) -> sp.csr_array:
     """Large enough for several threads; skewed columns."""
     rng = np.random.default_rng(seed)
@@ -205,7 +208,7 @@ def test_is_canonical_finds_each_fault_wherever_it_is(dtype, threads):
 # --------------------------------------------------------------------------------------- transposition and order
 
 
-@settings(max_examples=80)
+@settings(max_examples=40)
 @given(matrices())
 def test_transpose_is_scipys(matrix):
     assert_same_csr(formats.transpose(matrix), sp.csr_array(matrix.T.tocsr()))
@@ -247,7 +250,7 @@ def test_no_coordinates_by_column():
         assert indptr.tolist() == [0] * (n_cols + 1) and len(rows) == len(values) == 0
 
 
-@settings(max_examples=80)
+@settings(max_examples=40)
 @given(matrices(), st.booleans(), st.booleans())
 def test_reorder_is_algorithm_3(matrix, rows, cols):
     result = formats.reorder(matrix, rows=rows, cols=cols)

@@ -89,6 +89,7 @@ def test_a_bar_shows_how_much_of_a_long_file_is_read(tmp_path, monkeypatch, pack
         hmf.Ratings.from_file(path, show_progress="yes")
 
 
+@pytest.mark.usefixtures("small_product")
 @pytest.mark.parametrize("stream", [io.StringIO(), None])
 def test_compare_draws_nothing_into_a_pipe(stream, monkeypatch):
     monkeypatch.setattr(sys, "stderr", stream)

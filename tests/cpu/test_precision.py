@@ -23,7 +23,7 @@ from support.ratings import planted, rows_of
 
 def two_users() -> sp.csr_array:
     """Each item has two ratings: item factors span two dimensions, and lambda alone makes user systems definite."""
-    return sp.csr_array(np.random.default_rng(0).integers(1, 6, (2, 40_000)).astype(np.float32))
+    return sp.csr_array(np.random.default_rng(0).integers(1, 6, (2, 20_000)).astype(np.float32))
 
 
 def fit(regularization: float, dtype: str = "float32", **options):
@@ -54,19 +54,20 @@ def warnings(caplog) -> list[str]:
 FEW = {"factors": 16, "regularization_scaling": "none", "biases": False, "iterations": 2, "random_state": 0}
 
 
-def narrow() -> sp.csr_array:
-    return two_users()[:, :3000]
+def narrow(columns: int = 3000) -> sp.csr_array:
+    return two_users()[:, :columns]
 
 
 @pytest.mark.parametrize(
     ("where", "regularization", "wrong"),
-    [("memory", 100.0, False), ("memory", 0.1, True), ("store to a gpu", 0.1, True), ("two ranks", 0.1, True)],
+    [("memory", 100.0, False), ("memory", 0.1, True), ("store to a gpu", 0.02, True), ("two ranks", 0.1, True)],
 )
 def test_fits_anywhere_warn_once(where, regularization, wrong, device, monkeypatch, tmp_path, caplog):
     serve_cuda(device, monkeypatch)
     place = "cuda" if "gpu" in where else "cpu"
     model = hmf.ExplicitALS(regularization=regularization, device=place, **FEW)
-    given = hmf.convert(narrow(), tmp_path / "store", slab_bytes=4000) if "store" in where else narrow()
+    # a store is narrower, with as much less of a penalty: emulated kernels take their time
+    given = hmf.convert(narrow(600), tmp_path / "store", slab_bytes=800) if "store" in where else narrow()
     if where == "two ranks":
         run_ranks(2, lambda c: fit_rank(clone(model), entries(given, c.rank, 2), c), timeout=30)
     else:

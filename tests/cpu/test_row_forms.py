@@ -42,13 +42,21 @@ def rows_of(degrees, n_columns=80):
     return dense
 
 
-def solve(dense, objective, rank, dtype="float32", **given):
-    """Solved rows, and the reference's."""
+def given_of(dense, objective, rank, dtype):
+    """Entries, factors of the other side, mean."""
     matrix = as_csr(dense, dtype=dtype)
+    return matrix, random_factors(matrix.shape[1], rank, dtype, objective.biases), 0.7 if objective.biases else 0.0
+
+
+def solve(dense, objective, rank, dtype="float32", **given):
+    matrix, fixed, mean = given_of(dense, objective, rank, dtype)
     plan = plan_for(objective, matrix.shape, matrix.nnz, rank=rank, dtype=dtype, **given)
-    fixed, mean = random_factors(matrix.shape[1], rank, dtype, objective.biases), 0.7 if objective.biases else 0.0
-    expected = reference.half_sweep(matrix.astype(np.float64), fixed, mean, objective)
-    return HalfSweep("user", matrix, objective, plan).solve(fixed, mean), expected
+    return HalfSweep("user", matrix, objective, plan).solve(fixed, mean)
+
+
+def exact_of(dense, objective, rank, dtype):
+    matrix, fixed, mean = given_of(dense, objective, rank, dtype)
+    return reference.half_sweep(matrix.astype(np.float64), fixed, mean, objective)
 
 
 def row_errors(solved, expected):
@@ -64,8 +72,8 @@ def test_both_forms_have_the_references_answer(name, rank):
     objective = DUAL[name]
     dense = rows_of([0, 1, 2, max(3, rank // 2), rank - 1, rank, rank + 1, 2 * rank])
     for dtype, tolerance in (("float64", 2e-9), ("float32", 1e-4)):
-        dual, expected = solve(dense, objective, rank, dtype, row_form="dual")
-        primal, _ = solve(dense, objective, rank, dtype, row_form="primal")
+        expected = exact_of(dense, objective, rank, dtype)
+        dual, primal = (solve(dense, objective, rank, dtype, row_form=form) for form in ("dual", "primal"))
         hard = name == "huge alpha" and dtype == "float32"
         assert row_errors(dual.matrix, expected.matrix).max() < (1e-3 if hard else tolerance)
         assert row_errors(primal.matrix, expected.matrix).max() < (1.0 if hard else tolerance)
@@ -93,8 +101,8 @@ def test_each_instruction_set_solves_the_dual_form(isa, monkeypatch):
     monkeypatch.setenv("HYBRIDMF_ISA", isa)
     for name in ("explicit, biases", "mixed weights"):
         for dtype, tolerance in (("float64", 1e-10), ("float32", 1e-4)):
-            solved, expected = solve(rows_of([1, 3, 8, 9, 15, 16, 17, 33, 34, 60]), DUAL[name], 35, dtype)
-            assert row_errors(solved.matrix, expected.matrix).max() < tolerance
+            given = rows_of([1, 3, 8, 9, 15, 16, 17, 33, 34, 60]), DUAL[name], 35, dtype
+            assert row_errors(solve(*given).matrix, exact_of(*given).matrix).max() < tolerance
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
@@ -104,9 +112,9 @@ def test_rows_solved_together_change_no_bit(rank, form, dtype):
     """Small systems are solved in the lanes of vectors, larger ones in pairs: a row's bits depend on no other row."""
     dense = rows_of([0, 1, 2, 4, 5, 7, 8, 9, 12, 15, 16, 17, 20, 31, 32, 33, 40, 63, 64, 65, 70])
     for objective in (DUAL["explicit"], DUAL["implicit"]):
-        together = solve(dense, objective, rank, dtype, row_form=form)[0].matrix
+        together = solve(dense, objective, rank, dtype, row_form=form).matrix
         for row in range(1, len(dense)):
-            alone = solve(dense[[row]], objective, rank, dtype, row_form=form)[0].matrix
+            alone = solve(dense[[row]], objective, rank, dtype, row_form=form).matrix
             np.testing.assert_array_equal(alone[0], together[row])
 
 
@@ -121,7 +129,7 @@ def test_auto_takes_the_dual_form_up_to_a_share_of_the_rank():
     objective, rank = DUAL["explicit"], 16
     longest = int(DUAL_SHARE * rank)
     dense = rows_of([longest, longest + 1])
-    solved = {form: solve(dense, objective, rank, row_form=form)[0].matrix for form in ("auto", "primal", "dual")}
+    solved = {form: solve(dense, objective, rank, row_form=form).matrix for form in ("auto", "primal", "dual")}
     np.testing.assert_array_equal(solved["auto"][0], solved["dual"][0])
     np.testing.assert_array_equal(solved["auto"][1], solved["primal"][1])
     assert (solved["auto"][0] != solved["primal"][0]).any()

@@ -6,7 +6,7 @@ import importlib
 import logging
 import math
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 
 import numpy as np
 import pytest
@@ -93,7 +93,7 @@ def check_against_reference(matrix, method, rank, *, biases=False, epochs=2, thr
 @pytest.mark.parametrize("rate_schedule", ["power", "rpcs", "adagrad"])
 @pytest.mark.parametrize(("schedule", "deterministic"), SCHEDULES)
 def test_one_thread_is_the_reference_update_by_update(schedule, deterministic, rate_schedule, biases, dtype):
-    matrix = planted().astype(dtype)
+    matrix = planted(30, 24).astype(dtype)
     check_against_reference(matrix, method_of(schedule, deterministic, rate_schedule, scale=1.7), 5, biases=biases)
 
 
@@ -106,7 +106,7 @@ def test_every_width_of_every_instruction_set(rank, isa, monkeypatch):
     for schedule in ("msgd", "blocks"):
         for rates in ("power", "rpcs"):
             method = method_of(schedule, rate_schedule=rates, learning_rate=0.02)
-            check_against_reference(planted(24, 18).astype(np.float64), method, rank)
+            check_against_reference(planted(15, 12).astype(np.float64), method, rank)
 
 
 def test_the_largest_rank():
@@ -443,9 +443,13 @@ def test_ctrl_c_keeps_the_last_factors(schedule, deterministic, monkeypatch):
 # -------------------------------------------------------------------------------------------------- services of a fit
 
 
-@pytest.mark.parametrize("biases", [False, True])
-@pytest.mark.parametrize("rate_schedule", ["power", "geometric", "rpcs", "adagrad"])
-@pytest.mark.parametrize("schedule", ["msgd", "hogwild", "blocks"])
+@pytest.mark.parametrize(
+    ("schedule", "rate_schedule", "biases"),
+    [
+        *product(("msgd", "hogwild", "blocks"), ("power", "geometric", "rpcs", "adagrad"), (False,)),
+        *(("msgd", "adagrad", True), ("hogwild", "rpcs", True), ("blocks", "power", True), ("msgd", "geometric", True)),
+    ],
+)
 def test_a_resumed_fit_is_the_uninterrupted_one(schedule, rate_schedule, biases, tmp_path):
     given = SMALL | {"schedule": schedule, "rate_schedule": rate_schedule, "biases": biases, "iterations": 5}
     whole = hmf.SGD(**given).fit(planted())

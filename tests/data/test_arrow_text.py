@@ -26,7 +26,7 @@ conversion = importlib.import_module("hybridmf.data.convert")  # hybridmf.conver
 
 pl = pytest.importorskip("polars")
 
-MANY = settings(max_examples=80)
+MANY = settings(max_examples=50)
 
 ODD_FIELDS = (
     "007", "-0", "-07", "+7", "0x7", "0X1F", "-0x7", "1e3", "1.0", "0", "-5", " 7", "7 ", "\t7", "", " ", "a b", "#x",
@@ -124,7 +124,7 @@ def test_an_odd_field_is_read_alike_or_not_at_all(tmp_path, place, separator):
         rows = [["1", "10", "5", "8"], ["2", "11", "4.5", "9"], ["1", "12", "3", "7"]]
         rows[1][place] = field
         path = write(tmp_path, "".join(separator.join(row) + "\n" for row in rows))
-        for comment in ("#", None):
+        for comment in ("#", None) if "#" in field or not place else ("#",):
             layout = layout_of(path, separator, False, comment)
             fast = outcome(text._read_regular, layout)
             assert fast is None or fast == outcome(text._read_records, layout)

@@ -45,9 +45,18 @@ USES = {
 }
 
 
-@pytest.mark.parametrize("side", ["user", "item"])
-@pytest.mark.parametrize("use", USES)
-@pytest.mark.parametrize(("first", "second"), [("int", "str"), ("str", "int"), ("int", "float"), ("float", "str")])
+@pytest.mark.parametrize(
+    ("first", "second", "use", "side"),
+    [
+        *(("int", "str", use, side) for use in USES for side in ("user", "item")),
+        # which types meet is decided in one place, whatever asks
+        *(
+            (*pair, use, side)
+            for pair in (("str", "int"), ("int", "float"), ("float", "str"))
+            for use, side in (("concat", "user"), ("evaluate", "item"), ("recommend", "user"))
+        ),
+    ],
+)
 def test_labels_of_different_types_are_refused(first, second, use, side):
     USES[use](first, first, side)
     names = {"int": "int64", "float": "float64", "str": "str"}

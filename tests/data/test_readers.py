@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import scipy.io
 import scipy.sparse as sp
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridmf.data import text as _text
@@ -92,7 +92,7 @@ def test_plain_lines_are_split_at_once(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("separator", ["::", ",", "\t", " ", ";", "||", "\x1f"])
-@QUICK
+@settings(max_examples=15)  # of each separator
 @given(
     pairs=st.dictionaries(
         st.tuples(st.integers(-(2**63), 2**63 - 1) | st.integers(0, 9), st.integers(0, 9)),

@@ -46,7 +46,7 @@ def test_they_are_stored_without_outputs(notebook: Path) -> None:
     "notebook",
     [pytest.param(path, marks=[pytest.mark.exhaustive] * (path.stem in LONG), id=path.stem) for path in NOTEBOOKS],
 )
-def test_their_cells_run(notebook: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_their_cells_run(notebook: Path, without_layout: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     namespace: dict[str, Any] = {"__name__": "__main__"}
     for number, cell in enumerate(cells_of(notebook)):

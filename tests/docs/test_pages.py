@@ -10,6 +10,7 @@ the pages of COMMAND_PAGES the ``hybridmf`` lines of ``bash`` blocks run as well
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import inspect
 import io
@@ -194,7 +195,7 @@ def write_rating_files() -> None:
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page.name not in RUN_ELSEWHERE], ids=by_name)
 def test_examples_run_and_print_what_the_page_shows(
-    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    page: Path, without_layout: None, small_product: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # tiny fits: a second thread only waits; no bit depends on it
@@ -285,6 +286,7 @@ def test_relative_links_resolve(page: Path) -> None:
             assert anchor in anchors_of(target.read_text(encoding="utf-8")), f"{page.name}: no heading for {link}"
 
 
+@functools.cache
 def all_code() -> str:
     return "\n".join(code_of(page.read_text(encoding="utf-8")) for page in PAGES)
 

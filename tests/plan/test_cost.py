@@ -142,7 +142,7 @@ MODELS = st.sampled_from(
         (hmf.ExplicitALS, {"biases": False, "solver": "cg"}), (hmf.CCD, {}), (hmf.ImplicitALS, {"dtype": "float64"}),
     ]
 )  # fmt: skip
-LAWFUL = settings(max_examples=60)
+LAWFUL = settings(max_examples=40)
 
 
 def seconds_of(model: Any, device: str, shape: tuple[int, int], nnz: int, factors: int, **options: Any) -> float:

@@ -13,7 +13,7 @@ from hybridmf.ranks.transport.communicator import Single
 
 
 @given(st.lists(st.integers(0, 50), max_size=60), st.integers(1, 9), st.sampled_from([0.0, 3.5]))
-@settings(max_examples=200)
+@settings(max_examples=80)
 def test_ranges_cover_all_rows_and_are_even(degrees: list[int], parts: int, row_cost: float) -> None:
     bounds = even_bounds(np.array(degrees, dtype=np.int64), parts, row_cost)
     assert len(bounds) == parts + 1 and bounds[0] == 0 and bounds[-1] == len(degrees)

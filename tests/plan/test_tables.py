@@ -191,7 +191,7 @@ def test_table_lookups_are_cached() -> None:
     assert tables.known("mo_als", H200, RANK_64) == []
 
 
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(
     st.lists(
         st.builds(

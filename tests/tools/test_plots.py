@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import pickle
 import sys
 
@@ -16,14 +15,9 @@ from support.command_line import refuse, succeed
 from support.ratings import planted
 
 pytest.importorskip("matplotlib")
+pytestmark = pytest.mark.usefixtures("small_product")
 
 RATINGS = planted(60, 40, 0.3)
-
-
-@pytest.fixture(autouse=True)
-def small_product(monkeypatch):
-    """How fast the machine multiplies matrices does not matter here."""
-    monkeypatch.setattr(importlib.import_module("hybridmf.compare"), "CPU_PRODUCT", 128)
 
 
 def points(line):
@@ -141,7 +135,6 @@ def test_recall_curves_are_those_of_evaluate(parts, model):
 # ------------------------------------------------------------------------------------------------------- comparisons
 
 
-@pytest.mark.usefixtures("small_product")
 def test_bars_start_at_zero():
     models = [hmf.ExplicitALS(3, iterations=3, solver=solver) for solver in ("cholesky", "cg")]
     result = hmf.compare(RATINGS, models, devices=["cpu"])
