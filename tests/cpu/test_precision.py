@@ -21,24 +21,27 @@ from support.ranks import entries, fit_rank
 from support.ratings import planted, rows_of
 
 
-def two_users() -> sp.csr_array:
+def two_users(items: int = 20_000) -> sp.csr_array:
     """Each item has two ratings: item factors span two dimensions, and lambda alone makes user systems definite."""
-    return sp.csr_array(np.random.default_rng(0).integers(1, 6, (2, 20_000)).astype(np.float32))
+    return sp.csr_array(np.random.default_rng(0).integers(1, 6, (2, items)).astype(np.float32))
 
 
-def fit(regularization: float, dtype: str = "float32", **options):
+def fit(items: int, regularization: float, dtype: str = "float32"):
     model = hmf.ExplicitALS(
         64, regularization=regularization, regularization_scaling="none", biases=False, iterations=2, dtype=dtype,
-        random_state=0, device="cpu", **options,
+        random_state=0, device="cpu",
     )  # fmt: skip
-    return model.fit(two_users()).objective(two_users())
+    return model.fit(two_users(items)).objective(two_users(items))
 
 
-@pytest.mark.parametrize("regularization", [0.1, 1.0, 10.0, 100.0])
-def test_a_warning_tells_wrong_results_from_right_ones(regularization, caplog):
-    exact = fit(regularization, "float64")
+@pytest.mark.parametrize(
+    ("items", "regularization"),
+    [*((20_000, value) for value in (0.1, 1.0, 3.0, 10.0)), (10_000, 1.0), (10_000, 3.0), (2000, 0.3), (2000, 1.0)],
+)
+def test_a_warning_tells_wrong_results_from_right_ones(items, regularization, caplog):
+    exact = fit(items, regularization, "float64")
     assert not caplog.records
-    found = fit(regularization)
+    found = fit(items, regularization)
     warned = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert bool(warned) == (abs(found / exact - 1) > 1e-2)
     assert len(warned) <= 1  # once a fit
