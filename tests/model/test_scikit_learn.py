@@ -27,17 +27,12 @@ ESTIMATORS = (*EXACT, hmf.CCD)
 @parametrize_with_checks(
     [
         hmf.CCD(**SMALL, inner_iterations=2, nonnegative=True, dtype="float64", regularization_scaling=0.5),
-        hmf.CCD(**SMALL, biases=True),
         hmf.CCD(factors=4, iterations=2, nonnegative=True),
-        hmf.ExplicitALS(biases=False, **SMALL),
         hmf.ExplicitALS(**SMALL, biases=True, solver="cg"),
         hmf.ExplicitALS(**SMALL, biases=True, assembly="bals", dtype="float64"),
         hmf.ExplicitALS(factors=4, iterations=2, biases=True, bias_regularization=0.0),
         hmf.ImplicitALS(factors=4, iterations=2, solver="cg"),
-        hmf.SGD(factors=4, iterations=2),
         hmf.SGD(**SMALL, schedule="blocks", rate_schedule="adagrad", dtype="float64"),
-        hmf.SGD(factors=4, iterations=2, biases=True, rate_schedule="constant"),
-        hmf.SGD(factors=4, iterations=2, rate_schedule="rpcs"),
         hmf.SGD(
             factors=4, iterations=2, schedule="blocks", rate_schedule="geometric", biases=True, deterministic=False
         ),
