@@ -62,14 +62,14 @@ def test_ctrl_c_interrupts_every_wait(device: CudaDevice, wait: Any, monkeypatch
     monkeypatch.setattr(copiers, "COPY_CHUNK", 16)
     launch(device, "hang")
     begun = time.monotonic()
-    with pytest.raises(KeyboardInterrupt), ctrl_c_after(0.05):
+    with pytest.raises(KeyboardInterrupt), ctrl_c_after(0.2):
         wait(device)
-    assert time.monotonic() - begun < 0.05 + 1
+    assert time.monotonic() - begun < 0.2 + 1
 
 
 @pytest.mark.parametrize("wait", WAITS, ids=NAMES)
 def test_every_wait_after_an_interruption_ends(device: CudaDevice, wait: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(health, "PATIENCE", 0.12)
+    monkeypatch.setattr(health, "PATIENCE", 0.2)
     launch(device, "hang")
     hurry()
     with pytest.raises(DeviceLostError, match=says("cuda:0 failed: it did not answer for", "after an interruption")):
@@ -142,7 +142,7 @@ def test_a_settled_array_is_copied_while_a_kernel_hangs(device: CudaDevice) -> N
 def test_an_interrupted_upload_is_before_later_launches(device: CudaDevice) -> None:
     """They may reuse its memory, which is released."""
     launch(device, "hang")
-    with pytest.raises(KeyboardInterrupt), ctrl_c_after(0.05):
+    with pytest.raises(KeyboardInterrupt), ctrl_c_after(0.2):
         device.upload(np.ones(3))
     waiting, waited_for = device._cupy.waits[-1]
     assert (waiting, waited_for) == (device._cupy.streams[0], device._copies._stream)
@@ -163,7 +163,7 @@ def test_ctrl_c_during_a_stream_ends_its_thread(
     loads = Loader(device, [(len(source), np.float32)], 2).loads(Transfers(9, lambda k: [source], source))
 
     def stream() -> None:
-        with ctrl_c_after(0.05), contextlib.closing(loads):
+        with ctrl_c_after(0.2), contextlib.closing(loads):
             for _ in loads:
                 launch(device, "hang")
 
