@@ -1,8 +1,8 @@
 """Controls: an earlier commit and this tree in turn on one machine, so that lines of that commit count as fresh.
 
     python bench/controls.py --tree FOLDER                    FOLDER: a checkout of the commit that the lines name
-    python bench/controls.py --tree FOLDER --part multi       on two GPUs; also mcumsgd, planner
-    python bench/controls.py --tree FOLDER --part als-cpu     on the CPU
+    python bench/controls.py --tree FOLDER --part multi       on two GPUs; also mcumsgd
+    python bench/controls.py --tree FOLDER --part als-cpu     on the CPU; also planner
     python bench/controls.py --tree FOLDER --part search --part als-cpu      lines of searches on the CPU
 
 Every part of the code (`PARTS`) has cases. Each tree has a process, and a case runs in both in the order old, new, new,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
 import pickle
 import tracemalloc
@@ -160,8 +159,8 @@ def test_sgd_and_ccd_load_a_store_if_there_is_memory(store, monkeypatch, caplog)
         model.fit(store)
 
 
-def test_plan_and_compare_take_a_store(store, monkeypatch):
-    monkeypatch.setattr(importlib.import_module("hybridmf.compare"), "CPU_PRODUCT", 64)  # what a product takes
+@pytest.mark.usefixtures("small_product")
+def test_plan_and_compare_take_a_store(store):
     plan = hmf.plan(store, hmf.ExplicitALS(biases=False, factors=4, device="cpu"))
     largest = max(slab.matrix().nnz for side in ("user", "item") for slab in store.slabs(side))
     assert (plan.streamed, plan.slab) == ("disk", largest)
