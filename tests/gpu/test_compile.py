@@ -1,10 +1,10 @@
 """Every kernel of cuda/ compiled by NVRTC, which needs no GPU: no error, no spilled register, no stack frame.
 
 By default one configuration of `EVERY_RUN` is compiled for the H200 (sm_90), in single precision: tensor cores, walks
-and warpgroups, whose PTX the emulator replaces. Exhaustive tests compile one of each kernel in both precisions, the usual ranks
-for the H200 with all its tables, solvers and kinds of feedback, and one configuration of each kernel for the other
-architectures; with ``HYBRIDMF_ALL_KERNELS=1`` every default configuration for all of them. `.ci/gpu`, which must run
-whenever a kernel changes, runs the exhaustive tests.
+and warpgroups, whose PTX the emulator replaces. Exhaustive tests compile one of each kernel in both precisions, the
+usual ranks for the H200 with all its tables, solvers and kinds of feedback, and one configuration of each kernel for
+the other architectures; with ``HYBRIDMF_ALL_KERNELS=1`` every default configuration for all of them. `.ci/gpu`, which
+must run whenever a kernel changes, runs the exhaustive tests.
 """
 
 from __future__ import annotations
